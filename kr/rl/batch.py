@@ -1,0 +1,161 @@
+"""Packs trajectories into rows of a fixed width. numpy only.
+
+Segments of kept trajectories are laid end to end in rows of `row_tokens`, with segment
+ids to keep their attention apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kr import types
+
+# A trajectory, the advantage of each of its turns ([T]), and whether it trains.
+Item = tuple[types.Trajectory, Sequence[float] | np.ndarray, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Packed rows; every array is [B, T], B a multiple of `rows_multiple`, T = `row_tokens`.
+
+  tokens: int32, 0 in padding (never read an id to find padding: use segment_ids).
+  positions: int32, from 0 in each segment; 0 in padding.
+  segment_ids: int32, 1, 2, … within a row; 0 is padding. Attend within equal ids only.
+  mask: int32, 1 where tokens[b, t] was SAMPLED by the policy and is trained. Everything
+    below belongs to the same place: the token at t is *predicted* at t−1, so the loss pairs
+    logits[b, t−1] with tokens[b, t] where mask[b, t] = 1. Such a t has t−1 in its own segment:
+    a segment never begins with a trained token.
+  advantages: float32, the advantage of the turn that sampled the token; 0 where mask is 0.
+  logprobs: float32, its behaviour log-probability (natural log); 0 where mask is 0.
+  weights: float32, 1/N where mask is 1, else 0. N counts the batch's trajectories, also those
+    that negative sample control discarded, and not their segments: the loss is
+    −Σ weights · advantage · logprob, a mean over trajectories of sums over sampled tokens.
+  versions: int32, the policy version that sampled the token; −1 where mask is 0.
+  """
+  tokens: np.ndarray
+  positions: np.ndarray
+  segment_ids: np.ndarray
+  mask: np.ndarray
+  advantages: np.ndarray
+  logprobs: np.ndarray
+  weights: np.ndarray
+  versions: np.ndarray
+
+  @property
+  def padding_share(self) -> float:
+    """Share of places that hold no token, whole padding rows included."""
+    return float(np.mean(self.segment_ids == 0))
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """The columns by name, uncopied."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def pack(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1) -> Batch:
+  """Packs the kept trajectories' segments, first fit by decreasing length.
+
+  What trains is what Segment.mask calls sampled, no more and no less. That settles forced
+  stops: a stop token that a server supplied by force (length, abort) is not in a
+  segment as sampled, if at all; the tokens of a turn cut by its length (`truncated`) were all
+  sampled and do train, with that turn's penalty and without any stop token to their credit.
+  Tokens behind a segment's last sampled one (a final observation) can change no trained
+  prediction and are left out; so is a segment with nothing sampled.
+
+  Deterministic: equal lengths keep their order. B is the number of rows needed, rounded up to
+  `rows_multiple` (at least one multiple, so that an empty batch has a shape that compiles).
+
+  Raises ValueError when a segment does not fit a row, when advantages do not match turns,
+  or when a sampled token lies in no turn.
+  """
+  items = list(items)
+  pieces = []
+  for trajectory, advantages, keep in items:
+    if len(advantages) != len(trajectory.turns):
+      raise ValueError(f"trajectory {trajectory.id} has {len(trajectory.turns)} turns but "
+                       f"{len(advantages)} advantages")
+    if keep:
+      pieces += _pieces(trajectory, np.asarray(advantages, np.float32))
+  longest = max((len(p["tokens"]) for p in pieces), default=0)
+  if longest > row_tokens:
+    raise ValueError(f"a segment of {longest} tokens does not fit a row of {row_tokens}: set "
+                     f"row_tokens to {longest} or more, or lower max_context_tokens")
+  rows = _first_fit_decreasing([len(p["tokens"]) for p in pieces], row_tokens)
+  count = max(1, -(-len(rows) // rows_multiple)) * rows_multiple
+  batch = _empty(count, row_tokens)
+  for b, row in enumerate(rows):
+    start = 0
+    for number, index in enumerate(row, 1):
+      piece = pieces[index]
+      stop = start + len(piece["tokens"])
+      for name, column in piece.items():
+        getattr(batch, name)[b, start:stop] = column
+      batch.positions[b, start:stop] = np.arange(stop - start)
+      batch.segment_ids[b, start:stop] = number
+      batch.weights[b, start:stop] = piece["mask"] / len(items)
+      start = stop
+  return batch
+
+
+def from_demonstrations(trajectories: Iterable[types.Trajectory], row_tokens: int,
+                        rows_multiple: int = 1) -> Batch:
+  """A batch for imitation: every turn has advantage 1, so the loss is −Σ logprob / N."""
+  return pack([(t, np.ones(len(t.turns)), True) for t in trajectories], row_tokens, rows_multiple)
+
+
+def _empty(rows: int, row_tokens: int) -> Batch:
+  shape = (rows, row_tokens)
+  ints = ("tokens", "positions", "segment_ids", "mask")
+  floats = ("advantages", "logprobs", "weights")
+  return Batch(**{name: np.zeros(shape, np.int32) for name in ints},
+               **{name: np.zeros(shape, np.float32) for name in floats},
+               versions=np.full(shape, -1, np.int32))
+
+
+def _pieces(trajectory: types.Trajectory, advantages: np.ndarray) -> list[dict[str, np.ndarray]]:
+  """The trajectory's segments with trained tokens, cut behind the last: columns [length]."""
+  pieces = []
+  for s, segment in enumerate(trajectory.segments):
+    columns = segment.arrays()
+    sampled = np.flatnonzero(columns["mask"])
+    if not len(sampled):
+      continue
+    if sampled[0] == 0:
+      raise ValueError(f"segment {s} of trajectory {trajectory.id} begins with a sampled token: "
+                       "nothing precedes it that could predict it")
+    turn_of = np.full(len(segment), -1)
+    for i, turn in enumerate(trajectory.turns):
+      if turn.segment == s:
+        turn_of[turn.start:turn.stop] = i
+    if np.any(turn_of[sampled] < 0):
+      raise ValueError(f"segment {s} of trajectory {trajectory.id} has sampled tokens "
+                       "outside its turns")
+    trained = columns["mask"] == 1
+    end = sampled[-1] + 1
+    pieces.append({
+        "tokens": columns["tokens"][:end],
+        "mask": columns["mask"][:end],
+        "advantages": np.where(trained, advantages[turn_of], 0)[:end],
+        "logprobs": np.where(trained, columns["logprobs"], 0)[:end],
+        "versions": np.where(trained, columns["versions"], -1)[:end],
+    })
+  return pieces
+
+
+def _first_fit_decreasing(lengths: list[int], row_tokens: int) -> list[list[int]]:
+  """Rows of indices into `lengths`; each row's lengths sum to at most `row_tokens`."""
+  rows: list[list[int]] = []
+  free: list[int] = []
+  for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for b, room in enumerate(free):
+      if lengths[index] <= room:
+        break
+    else:
+      b = len(rows)
+      rows.append([])
+      free.append(row_tokens)
+    rows[b].append(index)
+    free[b] -= lengths[index]
+  return rows
