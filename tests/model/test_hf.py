@@ -1,0 +1,197 @@
+"""Hugging Face directories: round trips, refusals, and parity with transformers' Qwen3."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+from kr.model import hf, transformer
+from kr.model.config import ModelConfig
+
+CFG = ModelConfig(vocab=97, width=32, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=40,
+                  rope_theta=5e4, norm_eps=1e-5, tied=True, max_len=64)
+UNTIED = ModelConfig(**{**CFG.__dict__, "tied": False, "kv_heads": 3, "rope_theta": 1e4})
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path):
+  """A saved tokenizer with an end-of-turn and a padding token."""
+  path = tmp_path / "tokenizer"
+  path.mkdir()
+  tok = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+  tok.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+  tok.save(str(path / "tokenizer.json"))
+  (path / "tokenizer_config.json").write_text(json.dumps({
+      "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+      "pad_token": "<|endoftext|>"}))
+  (path / "chat_template.jinja").write_text("{{ messages }}")
+  return path
+
+
+def random_params(cfg, seed=0):
+  """Every leaf random, the norms too: a swapped or forgotten one must show."""
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda s: jnp.asarray(rng.normal(0.3, 0.3, s).astype(np.float32)),
+                      transformer.shapes(cfg), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def edit_config(directory, **changes):
+  path = directory / "config.json"
+  path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def same_bits(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    assert x.dtype == y.dtype and x.shape == y.shape
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("cfg", [CFG, UNTIED], ids=["tied", "untied"])
+def test_export_then_load_gives_the_same_bits_and_config(cfg, tokenizer_dir, tmp_path):
+  params = random_params(cfg)
+  params["final_norm"] = params["final_norm"].at[0].set(-0.0).at[1].set(1e-42)  # denormal
+  hf.export(params, cfg, tokenizer_dir, tmp_path / "out")
+  loaded, loaded_cfg = hf.load(tmp_path / "out")
+  assert loaded_cfg == cfg
+  same_bits(params, loaded)
+
+
+def test_export_brings_the_tokenizer_and_its_ids(tokenizer_dir, tmp_path):
+  out = tmp_path / "out"
+  hf.export(random_params(CFG), CFG, tokenizer_dir, out)
+  for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    assert (out / name).read_bytes() == (tokenizer_dir / name).read_bytes()
+  config = json.loads((out / "config.json").read_text())
+  assert (config["eos_token_id"], config["pad_token_id"]) == (4, 3)
+  assert config["architectures"] == ["Qwen3ForCausalLM"]
+  assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 5e4
+
+
+def test_a_second_export_replaces_the_first_and_leaves_no_litter(tokenizer_dir, tmp_path):
+  out = tmp_path / "models" / "out"
+  hf.export(random_params(CFG, 0), CFG, tokenizer_dir, out)
+  hf.export(random_params(CFG, 1), CFG, tokenizer_dir, out)
+  same_bits(hf.load(out)[0], random_params(CFG, 1))
+  assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_export_never_overwrites_what_is_not_a_model(tokenizer_dir, tmp_path):
+  precious = tmp_path / "precious"
+  precious.mkdir()
+  (precious / "thesis.txt").write_text("mine")
+  with pytest.raises(hf.HfError, match="choose another directory"):
+    hf.export(random_params(CFG), CFG, tokenizer_dir, precious)
+  assert (precious / "thesis.txt").read_text() == "mine"
+
+
+def test_export_refuses_a_directory_without_a_tokenizer(tmp_path):
+  with pytest.raises(hf.HfError, match="has no tokenizer.json"):
+    hf.export(random_params(CFG), CFG, tmp_path, tmp_path / "out")
+
+
+def test_export_refuses_a_tokenizer_larger_than_the_vocabulary(tokenizer_dir, tmp_path):
+  cfg = ModelConfig(**{**CFG.__dict__, "vocab": 4})
+  with pytest.raises(hf.HfError, match=r"eos_token_id.*4 tokens"):
+    hf.export(random_params(cfg), cfg, tokenizer_dir, tmp_path / "out")
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+    ({"model_type": "qwen2"}, "qwen2"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ({"num_key_value_heads": 4}, "multiple of kv_heads"),
+    ({"intermediate_size": 48}, "mlp.gate_proj.weight has shape"),
+    ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
+    ({"num_hidden_layers": 2}, "model.layers.2"),
+    ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+])
+def test_load_refuses_by_name_what_it_does_not_compute(changes, says, tokenizer_dir, tmp_path):
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  edit_config(tmp_path / "out", **changes)
+  with pytest.raises(hf.HfError, match=says):
+    hf.load(tmp_path / "out")
+
+
+def test_load_says_what_is_wrong_with_the_directory(tokenizer_dir, tmp_path):
+  with pytest.raises(hf.HfError, match="no config.json"):
+    hf.load(tmp_path / "nowhere")
+  out = tmp_path / "out"
+  hf.export(random_params(CFG), CFG, tokenizer_dir, out)
+  weights = (out / "model.safetensors").read_bytes()
+  (out / "model.safetensors").write_bytes(weights[:len(weights) // 2])
+  with pytest.raises(hf.HfError, match="damaged"):
+    hf.load(out)
+  (out / "model.safetensors").unlink()
+  with pytest.raises(hf.HfError, match="no weights as safetensors"):
+    hf.load(out)
+  (out / "config.json").write_text("{")
+  with pytest.raises(hf.HfError, match="damaged"):
+    hf.load(out)
+
+
+def test_load_refuses_weights_that_float32_cannot_hold(tokenizer_dir, tmp_path):
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  tensors = hf.to_tensors(random_params(CFG), CFG)
+  tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float64)
+  safetensors.numpy.save_file(tensors, tmp_path / "out" / "model.safetensors")
+  with pytest.raises(hf.HfError, match="model.norm.weight is of type F64"):
+    hf.load(tmp_path / "out")
+
+
+def test_load_reads_shards_and_widens_bfloat16_exactly(tokenizer_dir, tmp_path):
+  out = tmp_path / "out"
+  hf.export(random_params(CFG), CFG, tokenizer_dir, out)
+  (out / "model.safetensors").unlink()
+  tensors = {k: v.astype(ml_dtypes.bfloat16)
+             for k, v in hf.to_tensors(random_params(CFG), CFG).items()}
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()  # tied, yet written out
+  names = sorted(tensors)
+  shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+  for file, part in shards.items():
+    safetensors.numpy.save_file({k: tensors[k] for k in part}, out / file)
+  (out / "model.safetensors.index.json").write_text(json.dumps(
+      {"weight_map": {k: file for file, part in shards.items() for k in part}}))
+  same_bits(hf.load(out)[0], jax.tree.map(
+      lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), random_params(CFG)))
+
+
+@pytest.mark.parametrize("cfg", [CFG, UNTIED], ids=["tied", "untied"])
+def test_logits_equal_transformers_qwen3_from_the_exported_directory(cfg, tokenizer_dir, tmp_path):
+  import torch  # the reference; here because it takes seconds to import
+  import transformers
+  # Wider than the default initialisation, so that attention is far from uniform.
+  params = transformer.init(cfg, seed=3)
+  noise = random_params(cfg, 4)
+  params = jax.tree.map(lambda p, n: p * 1.5 + 0.2 * n, params, noise)
+  hf.export(params, cfg, tokenizer_dir, tmp_path / "out")
+
+  tokens = np.random.default_rng(5).integers(0, cfg.vocab, (2, 48))
+  ours = transformer.Transformer(cfg, hf.load(tmp_path / "out")[0])(jnp.asarray(tokens))
+  model, report = transformers.AutoModelForCausalLM.from_pretrained(
+      tmp_path / "out", dtype=torch.float32, output_loading_info=True, local_files_only=True)
+  assert type(model).__name__ == "Qwen3ForCausalLM"
+  assert not report["missing_keys"] and not report["unexpected_keys"]
+  with torch.no_grad():
+    theirs = model(torch.asarray(tokens)).logits.numpy()
+  assert np.std(theirs) > 0.1
+  np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4, rtol=0)
+
+  # And the way back: what transformers writes, we read.
+  model.save_pretrained(tmp_path / "theirs")
+  loaded, loaded_cfg = hf.load(tmp_path / "theirs")
+  assert loaded_cfg == cfg
+  same_bits(params, loaded)
+  ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+  assert (ids.eos_token_id, ids.pad_token_id) == (4, 3)
