@@ -29,7 +29,8 @@ from kr import types
 from kr.data import grade as grading
 from kr.data.world import World
 
-DEFAULT_MIX = {"onehop": 0.4, "twohop": 0.25, "threehop": 0.1, "comparison": 0.1, "arithmetic": 0.15}
+DEFAULT_MIX = {"onehop": 0.4, "twohop": 0.25, "threehop": 0.1, "comparison": 0.1,
+               "arithmetic": 0.15}
 HELDOUT_SHARE = 0.15
 RARE_CURRENCY = 2      # countries that may share a currency that is asked for
 _RUN = 6               # elements that follow one another are split together
@@ -49,9 +50,11 @@ SUMMED = {"city": ("population",), "country": ("population", "area"), "element":
 TWO_HOPS = (("city", ("country",)), ("city", ("nearest city",)), ("country", ("capital",)),
             ("element", ("next element",)), ("element", ("previous element",)))
 THREE_HOPS = (("city", ("country", "capital")), ("city", ("country", "capital")),
-              ("city", ("nearest city", "nearest city")), ("element", ("next element", "next element")),
+              ("city", ("nearest city", "nearest city")),
+              ("element", ("next element", "next element")),
               ("element", ("previous element", "previous element")))
-_OF = {"next element": "the next element after {}", "previous element": "the previous element before {}",
+_OF = {"next element": "the next element after {}",
+       "previous element": "the previous element before {}",
        "nearest city": "the nearest city to {}"}
 
 _ASK = ("What is {}?", "Find {}.", "Look up {}.")
@@ -87,7 +90,7 @@ class _Split:
     return self.rng.choice(self.by_kind[kind]) if self.by_kind.get(kind) else None
 
   def chain(self, title: str | None, keys: tuple[str, ...]) -> list[dict[str, str]] | None:
-    """The steps that read `keys` one after the other from `title` on; None if that cannot be asked."""
+    """The steps that read `keys` one after the other from `title` on; None if not askable."""
     steps: list[dict[str, str]] = []
     for i, key in enumerate(keys):
       entity = self.world.entities.get(title) if title else None
@@ -104,7 +107,7 @@ class _Split:
     return steps if self.askable(steps[-1]) else None
 
   def askable(self, step: dict[str, str]) -> bool:
-    """Whether a value is neither guessable nor too coarse: text that is rare, figures with ≥ 3 digits."""
+    """Whether a value is hard to guess: a rare text, or a number with three digits that count."""
     key, value = step["key"], step["value"]
     if key == "currency":
       return value not in self.common
@@ -218,13 +221,13 @@ def _arithmetic(split: _Split) -> dict[str, Any] | None:
   _, a, b = pair
   x, y = a[0]["value"], b[0]["value"]
   if split.rng.random() < 0.5:
-    template, value, expression = split.rng.choice(_ADD), decimal.Decimal(x) + decimal.Decimal(y), f"{x} + {y}"
+    templates, value, expression = _ADD, decimal.Decimal(x) + decimal.Decimal(y), f"{x} + {y}"
   else:
-    template, value = split.rng.choice(_SUBTRACT), abs(decimal.Decimal(x) - decimal.Decimal(y))
+    templates, value = _SUBTRACT, abs(decimal.Decimal(x) - decimal.Decimal(y))
     expression = f"abs({x} - {y})"
   if value < 100:
     return None
-  return {"question": template.format(a=_phrase(a), b=_phrase(b)), "answer": str(value),
+  return {"question": split.rng.choice(templates).format(a=_phrase(a), b=_phrase(b)), "answer": str(value),
           "target": a[0]["title"], "chains": [a, b],
           "expression": expression if value == value.to_integral() else f"round({expression}, 4)"}
 
@@ -254,8 +257,9 @@ def _fill(split: _Split, n: int, mix: dict[str, float]) -> list[types.Task]:
     while mine < count:
       tries += 1
       if tries > 200 + 60 * count:
-        raise ValueError(f"the world is too small for {count} {split.name} tasks of the kind {kind} "
-                         f"({mine} found): build a larger world or ask for fewer tasks")
+        raise ValueError(
+            f"the world is too small for {count} {split.name} tasks of the kind {kind} "
+            f"({mine} found): build a larger world or ask for fewer tasks")
       parts = _MAKERS[kind](split)
       if parts and parts["question"] not in made and not _tells(parts):
         made[parts["question"]] = _task(kind, split.name, parts)
