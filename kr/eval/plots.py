@@ -104,7 +104,7 @@ def _lines(title: str, series: list, low: float | None = None, log: bool = False
       axes.plot(steps, values, color=color, lw=0.9, alpha=0.45, marker="o", ms=2)
       axes.plot(steps, running_mean(values), color=color, lw=2.2, label=label)
     if held_out:
-      for x, result in zip((steps[0], last), held_out):
+      for x, result in zip((steps[0] - 1, last), held_out):
         _point(axes, x, result, name, color)
   if log:
     axes.set_yscale("log")
@@ -113,7 +113,7 @@ def _lines(title: str, series: list, low: float | None = None, log: bool = False
   elif low is not None:
     axes.set_ylim(bottom=low)
   if len(series) > 1:
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+    _legend(axes)
   return _svg(figure, title)
 
 
@@ -138,7 +138,7 @@ def _split(metrics: Sequence[Mapping[str, Any]]) -> str | None:
     seconds = np.array([r[key] if _number(r.get(key)) else 0.0 for r in rows])
     axes.bar(steps, seconds, width, bottom=base, color=color, label=label, lw=0)
     base = base + seconds
-  axes.legend(frameon=False, labelcolor=INK, fontsize=9, ncols=2)
+  _legend(axes)
   axes.set_ylabel("seconds", color=INK)
   return _svg(figure, "Time split")
 
@@ -155,6 +155,12 @@ def _axes():
   axes.set_xlabel("step", color=INK)
   axes.xaxis.get_major_locator().set_params(integer=True)
   return figure, axes
+
+
+def _legend(axes) -> None:
+  """Above the axes, where it hides no data."""
+  axes.legend(frameon=False, labelcolor=INK, fontsize=9, ncols=4, loc="lower left",
+              bbox_to_anchor=(0, 1), borderaxespad=0, handlelength=1.2)
 
 
 def _svg(figure: Figure, title: str) -> str:

@@ -87,7 +87,8 @@ def table(
   result = _metrics(scored, resamples, seed)
   result["infrastructure"] = sum(len(ts) for ts in trajectories_by_task.values()) - len(flat)
   result["stops"] = dict(collections.Counter(t.stop.value for t in flat))
-  result["faults"] = dict(collections.Counter(t.fault for t in flat if t.fault))
+  result["faults"] = dict(collections.Counter(
+      t.fault or t.stop.value for t in flat if t.stop in FORMAT_FAULTS))
   result["by_kind"] = _grouped(scored, lambda t: t.task.kind, resamples, seed)
   result["by_hops"] = _grouped(scored, lambda t: t.task.hops, resamples, seed)
   return result
