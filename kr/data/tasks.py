@@ -227,8 +227,8 @@ def _arithmetic(split: _Split) -> dict[str, Any] | None:
     expression = f"abs({x} - {y})"
   if value < 100:
     return None
-  return {"question": split.rng.choice(templates).format(a=_phrase(a), b=_phrase(b)), "answer": str(value),
-          "target": a[0]["title"], "chains": [a, b],
+  question = split.rng.choice(templates).format(a=_phrase(a), b=_phrase(b))
+  return {"question": question, "answer": str(value), "target": a[0]["title"], "chains": [a, b],
           "expression": expression if value == value.to_integral() else f"round({expression}, 4)"}
 
 
