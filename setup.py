@@ -14,7 +14,7 @@ RUN = [
     "optax>=0.2.5,<0.3",            # AdamW, schedules, clipping
     "orbax-checkpoint>=0.11,<0.13",  # checkpoints; the policy item restores alone
     "numpy>=2.0,<3",                # everything in kr.rl but the loss and the learner
-    "safetensors>=0.5,<1",          # weights in a Hugging Face directory
+    "safetensors>=0.7,<1",          # weights in a Hugging Face directory
     # Tokens.
     "tokenizers>=0.21,<1",          # BPE training and encoding
     "jinja2>=3.1,<4",               # the tokenizer's chat template, rendered in a sandbox
