@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from kr import types
+from kr.agent import loop
 from kr.rl.buffer import ReplayBuffer
 
 
@@ -40,39 +41,33 @@ async def collect(
     tasks: Sequence[types.Task], group_size: int, *, step: int, seed: int, policy: Any,
     toolbox: Any, chat: Any, limits: Any, buffer: ReplayBuffer,
     grade: Callable[[types.Task, str], bool], concurrency: int,
-    run: Callable[..., Awaitable[types.Trajectory]] | None = None, budget_s: float | None = None,
-    on_progress: Callable[[types.Trajectory, int, int], None] = lambda trajectory, done, total: None,
-    retries: int = 2, before_retry: Callable[[int], Awaitable[None]] = back_off,
+    run: Callable[..., Awaitable[types.Trajectory]] = loop.run, budget_s: float | None = None,
+    on_progress: Callable[[types.Trajectory, int, int], None] | None = None, retries: int = 2,
+    before_retry: Callable[[int], Awaitable[None]] = back_off,
     clock: Callable[[], float] = time.monotonic) -> list[types.Trajectory]:
   """Runs `group_size` samples of each task and returns what is ready to train.
 
-  Paused trajectories of earlier steps come first, then the tasks in order; `concurrency` run
-  at a time, by `run` (default `kr.agent.loop.run`, same arguments). Answers are graded by
-  `grade`. A trajectory that ends in an infrastructure failure is run again up to `retries`
-  times, each after `await before_retry(attempt)` (attempt from 0; the place to revive a
-  server, and entered by several trajectories at once), then stored as excluded.
+  Paused trajectories of earlier steps come first, then the tasks in order, `concurrency` at a
+  time, each by `run` (the loop's arguments). Answers are graded by `grade`. After an
+  infrastructure failure a trajectory is run again, up to `retries` times, each after
+  `await before_retry(attempt)` (attempt from 0; the place to revive a server; several
+  trajectories may be in it at once); then it is stored as excluded.
 
-  With `budget_s`, when that many seconds are over the running trajectories pause at their next
-  turn boundary, and what has not begun is stored as paused with no turns: the next
-  call runs it all to its end, under the weights of then (turn-level partial rollout).
+  When `budget_s` is over, running trajectories pause at their next turn boundary and what has
+  not begun is stored as paused with no turns: the next step's call runs all of it on, under
+  the weights of then (turn-level partial rollout). `on_progress(trajectory, done, total)` is
+  called as each ends or pauses; `done` counts those that ended, in earlier calls too.
 
-  `on_progress(trajectory, done, total)` is called as each ends or pauses; `done` counts those
-  that ended.
+  Returns the finished, unconsumed trajectories of all complete groups, this step's and
+  earlier ones; `by_group` tells them apart. A group with a paused member waits for it.
 
-  Returns the finished trajectories of all complete groups, this step's or earlier, that are
-  not consumed; `by_group` tells the groups apart. A group with a paused member waits for it.
-
-  Raises RolloutError when all that ran ended in infrastructure failures, and whatever a bug in
-  `run`, a tool or `grade` raises, after cancelling the rest; the buffer then holds what ended.
+  Raises RolloutError when there is nothing to return because all that ran ended in
+  infrastructure failures; a bug's exception, out of `run` or `grade`, as it is. The rest
+  is cancelled then, and the buffer holds what had ended.
   """
-  if run is None:
-    from kr.agent import loop
-    run = loop.run
-  if group_size < 1 or concurrency < 1:
-    raise ValueError(f"group_size ({group_size}) and concurrency ({concurrency}) must be positive")
   jobs, done = _jobs(tasks, group_size, step, seed, buffer)
   total, deadline = done + len(jobs), None if budget_s is None else clock() + budget_s
-  ended: list[types.Trajectory] = []
+  ran: list[types.Trajectory] = []
 
   def should_pause() -> bool:
     return deadline is not None and clock() >= deadline
@@ -87,23 +82,25 @@ async def collect(
     while jobs:
       job = jobs.popleft()
       trajectory = await _with_retries(job, attempt, should_pause, retries, before_retry)
-      if trajectory.stop == types.StopReason.ANSWERED:
-        trajectory.correct = bool(grade(trajectory.task, trajectory.answer))
-      if trajectory.turns or not job.resumed:  # else: the buffer holds more of it than this
+      if trajectory is not None:
+        ran.append(trajectory)
+        if trajectory.stop is types.StopReason.ANSWERED:
+          trajectory.correct = bool(grade(trajectory.task, trajectory.answer))
+      elif not job.resumed:  # out of time: what is resumed stays in the buffer as it is
+        trajectory = types.Trajectory(job.id, job.task, job.sample, stop=types.StopReason.PAUSED)
+      if trajectory is not None:
         buffer.put(trajectory, step)
-      if trajectory.stop != types.StopReason.PAUSED:
-        ended.append(trajectory)
-        done += 1
-      on_progress(trajectory, done, total)
+        done += trajectory.stop is not types.StopReason.PAUSED
+        if on_progress is not None:
+          on_progress(trajectory, done, total)
 
+  if concurrency < 1:
+    raise ValueError(f"concurrency must be positive, not {concurrency}")
   await _all(worker() for _ in range(min(concurrency, len(jobs))))
-  if ended and all(t.stop == types.StopReason.INFRASTRUCTURE for t in ended):
-    raise RolloutError(
-        f"all {len(ended)} trajectories that ran in step {step} ended in infrastructure failures "
-        f"({retries + 1} attempts each; the last: {ended[-1].fault or 'no reason given'}). Check "
-        "that the inference server is up and read its log, then start the same command again: "
-        "nothing that finished is lost")
-  return [t for group in buffer.finished_unconsumed(step, group_size) for t in group]
+  ready = [t for group in buffer.finished_unconsumed(step, group_size) for t in group]
+  if ran and not ready:
+    _refuse_failures(ran, step)
+  return ready
 
 
 def by_group(trajectories: Iterable[types.Trajectory]) -> list[list[types.Trajectory]]:
@@ -117,6 +114,8 @@ def by_group(trajectories: Iterable[types.Trajectory]) -> list[list[types.Trajec
 def _jobs(tasks: Sequence[types.Task], group_size: int, step: int, seed: int,
           buffer: ReplayBuffer) -> tuple[collections.deque[_Job], int]:
   """What is left to run in `step`, and how many of its trajectories have ended already."""
+  if group_size < 1:
+    raise ValueError(f"group_size must be positive, not {group_size}")
   twice = [id for id, n in collections.Counter(t.id for t in tasks).items() if n > 1]
   if twice:
     raise ValueError(f"task {twice[0]} occurs twice in step {step}: a step's tasks must differ")
@@ -137,17 +136,26 @@ def _jobs(tasks: Sequence[types.Task], group_size: int, step: int, seed: int,
 async def _with_retries(
     job: _Job, attempt: Callable[[_Job], Awaitable[types.Trajectory]],
     should_pause: Callable[[], bool], retries: int,
-    before_retry: Callable[[int], Awaitable[None]]) -> types.Trajectory:
-  """The job's trajectory: run afresh after an infrastructure failure, not begun when out of time."""
+    before_retry: Callable[[int], Awaitable[None]]) -> types.Trajectory | None:
+  """The job's trajectory, infrastructure failures run again; None when there is no time left."""
   for number in range(retries + 1):
     if number:
       await before_retry(number - 1)
     if should_pause():
-      return types.Trajectory(job.id, job.task, job.sample, stop=types.StopReason.PAUSED)
+      return None
     trajectory = await attempt(job)
-    if trajectory.stop != types.StopReason.INFRASTRUCTURE:
+    if trajectory.stop is not types.StopReason.INFRASTRUCTURE:
       break
   return trajectory
+
+
+def _refuse_failures(ran: Sequence[types.Trajectory], step: int) -> None:
+  """Raises RolloutError when `ran` holds nothing but infrastructure failures."""
+  if all(t.stop is types.StopReason.INFRASTRUCTURE for t in ran):
+    raise RolloutError(
+        f"all {len(ran)} trajectories that ran in step {step} ended in infrastructure failures; "
+        f"the last one: {ran[-1].meta.get('error', 'no reason given')}. See that the inference "
+        "server is up, read its log, and start the same command again: what had finished is kept")
 
 
 async def _all(workers: Iterable[Awaitable[None]]) -> None:
