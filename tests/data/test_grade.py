@@ -26,7 +26,8 @@ def test_spellings_of_the_right_integer_are_right(answer):
 
 @pytest.mark.parametrize("answer", [
     "", " ", ".", "-140033", "140034", "140032.9", "140033.1", "14003", "1400330", "140.033",
-    "14,0033", "1,40033", "140033 or 140034", "140033, 140034", "140033 140034", "140033/140034", "140033 or",
+    "14,0033", "1,40033", "140033 or 140034", "140033, 140034", "140033 140034", "140033/140034",
+    "140033 or",
     "about 140033", "the answer is 140033", "140033 million", "140033 thousand people",
     "140033 people or more", "What is the population of Ayacucho? 140033",
     "What is the population of Ayacucho?", "nan", "inf",
