@@ -21,19 +21,16 @@ SERIES = ("#0a0b11", "#0a0b12", "#0a0b13", "#0a0b14")
 _VARIABLES = {INK: "var(--ink)", GRID: "var(--line)",
               **{c: f"var(--s{i})" for i, c in enumerate(SERIES, 1)}}
 WINDOW = 5  # steps of the running mean
-GAP_BOUND = 1e-3
-
-# Key in metrics.jsonl, label.
-_TIMES = (("rollout_s", "rollout"), ("tools_s", "tools"), ("update_s", "update"),
-          ("publish_s", "publish"))
 
 
 def figures(
-    metrics: Sequence[Mapping[str, Any]], before: Mapping[str, Any], after: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]], before: Mapping[str, Any], after: Mapping[str, Any],
+    gap_bound: float = 1e-3,
 ) -> list[tuple[str, str, str]]:
   """(title, explanation, SVG) of each figure for which the rows have data.
 
   metrics: rows of metrics.jsonl. before, after: held-out results as in summary.json.
+  gap_bound: the logprob gap at which a run stops.
   """
   smooth = f"Thin: each step; bold: running mean of {WINDOW} steps."
   held_out = {k: (before, after) for k in ("pass@1", "turns", "turns_correct",
@@ -54,9 +51,9 @@ def figures(
        f"context limit. Points: held-out tasks. {smooth}",
        [("format_fault_rate", "faults", "format_fault_rate")], {"low": 0}),
       ("Logprob gap", "Mean absolute difference between the server's and the learner's "
-       f"log-probability of a sampled token. It must stay under {GAP_BOUND:g} (dashed): more "
+       f"log-probability of a sampled token. It must stay under {gap_bound:g} (dashed): more "
        "would mean that the two run different models.",
-       [("logprob_gap", "gap", None)], {"log": True}),
+       [("logprob_gap", "gap", None)], {"bound": gap_bound}),
       ("Throughput", f"Tokens a second over the whole step. {smooth}",
        [("tokens_per_s", "tokens/s", None)], {"low": 0}),
   ]
@@ -69,7 +66,8 @@ def figures(
       result.append((title, text, _lines(title, series, **options)))
   split = _split(metrics)
   if split:
-    result.append(("Time split", "Seconds of a step by what they were spent on, stacked.", split))
+    result.append(("Time split", "Wall-clock seconds of a step, stacked. The rollout's are divided "
+                   "by what its concurrent trajectories waited for: the policy or tools.", split))
   return result
 
 
@@ -94,11 +92,12 @@ def _number(value: Any) -> bool:
           and math.isfinite(value))
 
 
-def _lines(title: str, series: list, low: float | None = None, log: bool = False) -> str:
+def _lines(title: str, series: list, low: float | None = None,
+           bound: float | None = None) -> str:
   figure, axes = _axes()
   last = max(steps[-1] for _, steps, *_ in series)
   for color, (label, steps, values, held_out, name) in zip(SERIES, series):
-    if log:
+    if bound:
       axes.plot(steps, np.maximum(values, 1e-12), color=color, lw=1.8, marker="o", ms=2.5)
     else:
       axes.plot(steps, values, color=color, lw=0.9, alpha=0.45, marker="o", ms=2)
@@ -106,10 +105,10 @@ def _lines(title: str, series: list, low: float | None = None, log: bool = False
     if held_out:
       for x, result in zip((steps[0] - 1, last), held_out):
         _point(axes, x, result, name, color)
-  if log:
+  if bound:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.axhline(GAP_BOUND, color=INK, lw=1, ls="--", alpha=0.7)
+    axes.axhline(bound, color=INK, lw=1, ls="--", alpha=0.7)
   elif low is not None:
     axes.set_ylim(bottom=low)
   if len(series) > 1:
@@ -125,17 +124,33 @@ def _point(axes, x: float, result: Mapping[str, Any], name: str, color: str) -> 
   axes.errorbar([x], [value], yerr=error, color=color, fmt="D", ms=5, capsize=4, lw=1.4)
 
 
+def time_split(row: Mapping[str, Any]) -> dict[str, float]:
+  """Wall-clock seconds of one step by what they were spent on; what is not known is 0.
+
+  `policy_s` and `tools_s` are added up over concurrent trajectories, so they only divide
+  `rollout_s`; without `policy_s`, `tools_s` is taken as wall-clock time beside it.
+  """
+  known = {k: float(row[k]) if _number(row.get(k)) else 0.0
+           for k in ("rollout_s", "policy_s", "tools_s", "update_s", "publish_s")}
+  sampling, tools = known["rollout_s"], known["tools_s"]
+  if known["policy_s"]:
+    tools = sampling * tools / (known["policy_s"] + tools)
+    sampling -= tools
+  return {"sampling": sampling, "tools": tools, "update": known["update_s"],
+          "publish": known["publish_s"]}
+
+
 def _split(metrics: Sequence[Mapping[str, Any]]) -> str | None:
-  rows = [r for r in metrics if _number(r.get("step"))
-          and any(_number(r.get(key)) for key, _ in _TIMES)]
+  rows = [(r["step"], time_split(r)) for r in metrics if _number(r.get("step"))]
+  rows = [(step, split) for step, split in rows if any(split.values())]
   if not rows:
     return None
   figure, axes = _axes()
-  steps = np.array([r["step"] for r in rows], np.float64)
+  steps = np.array([step for step, _ in rows], np.float64)
   base = np.zeros(len(rows))
   width = float(np.min(np.diff(np.unique(steps)), initial=1.0)) * 0.9
-  for color, (key, label) in zip(SERIES, _TIMES):
-    seconds = np.array([r[key] if _number(r.get(key)) else 0.0 for r in rows])
+  for color, label in zip(SERIES, rows[0][1]):
+    seconds = np.array([split[label] for _, split in rows])
     axes.bar(steps, seconds, width, bottom=base, color=color, label=label, lw=0)
     base = base + seconds
   _legend(axes)

@@ -124,7 +124,8 @@ def write_report(
   body = "\n".join([
       _header(summary),
       _tables(*head),
-      _figures(plots.figures(metrics, *head)),
+      _figures(plots.figures(
+          metrics, *head, gap_bound=_get(summary, "config", "rl", "max_logprob_gap") or 1e-3)),
       _samples(pairs, decode),
       _details(summary),
   ])

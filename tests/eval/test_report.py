@@ -153,6 +153,13 @@ def test_the_running_mean_looks_back_and_never_ahead():
   assert plots.running_mean([2.0, 4.0, 6.0, 8.0], 2).tolist() == [2.0, 3.0, 5.0, 7.0]
 
 
+def test_the_time_split_divides_the_rollout_by_what_its_trajectories_waited_for():
+  row = {"step": 1, "rollout_s": 8, "policy_s": 90, "tools_s": 30, "update_s": 2}
+  assert plots.time_split(row) == {"sampling": 6, "tools": 2, "update": 2, "publish": 0}
+  assert plots.time_split({"rollout_s": 8, "tools_s": 1}) == {
+      "sampling": 8, "tools": 1, "update": 0, "publish": 0}
+
+
 def test_the_summary_has_the_promised_entries_and_reads_back_the_same(tmp_path):
   before = [trajectory("t0", s, s == 0) for s in range(4)]
   after = [trajectory("t0", s, True) for s in range(4)]
