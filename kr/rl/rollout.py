@@ -49,28 +49,24 @@ async def collect(
 
   Paused trajectories of earlier steps come first, then the tasks in order, `concurrency` at a
   time, each by `run` (the loop's arguments). Answers are graded by `grade`. After an
-  infrastructure failure a trajectory is run again, up to `retries` times, each after
-  `await before_retry(attempt)` (attempt from 0; the place to revive a server; several
-  trajectories may be in it at once); then it is stored as excluded.
+  infrastructure failure a trajectory is run again up to `retries` times, then stored as
+  excluded. Each time is after `await before_retry(attempt)` (attempt from 0), the place to
+  revive a server; several trajectories may be in it at once.
 
   When `budget_s` is over, running trajectories pause at their next turn boundary and what has
-  not begun is stored as paused with no turns: the next step's call runs all of it on, under
-  the weights of then (turn-level partial rollout). `on_progress(trajectory, done, total)` is
-  called as each ends or pauses; `done` counts those that ended, in earlier calls too.
+  not begun is stored as paused with no turns: the next step runs it on, under the weights of
+  then (turn-level partial rollout). `on_progress(trajectory, done, total)` is called as
+  each ends or pauses; `done` counts those that ended, in earlier calls too.
 
   Returns the finished, unconsumed trajectories of all complete groups, this step's and
   earlier ones; `by_group` tells them apart. A group with a paused member waits for it.
-
-  Raises RolloutError when there is nothing to return because all that ran ended in
-  infrastructure failures; a bug's exception, out of `run` or `grade`, as it is. The rest
-  is cancelled then, and the buffer holds what had ended.
+  Raises RolloutError when that is none because all that ran were infrastructure failures, and
+  a bug's exception, out of `run` or `grade`, as it is: after cancelling the others.
   """
   jobs, done = _jobs(tasks, group_size, step, seed, buffer)
   total, deadline = done + len(jobs), None if budget_s is None else clock() + budget_s
+  should_pause = lambda: deadline is not None and clock() >= deadline
   ran: list[types.Trajectory] = []
-
-  def should_pause() -> bool:
-    return deadline is not None and clock() >= deadline
 
   async def attempt(job: _Job) -> types.Trajectory:
     return await run(

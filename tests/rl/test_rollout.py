@@ -1,15 +1,24 @@
 import asyncio
+import functools
 import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 import kr
 from kr import types
+from kr.agent import loop, policy
+from kr.agent.chat import Action
+from kr.rl import batch
 from kr.rl import buffer as buffers
 from kr.rl import rollout
+from kr.tools.base import Toolbox
 from kr.types import StopReason
 
 
@@ -286,3 +295,78 @@ def test_a_step_repeated_after_a_restore_does_not_run_what_later_steps_resumed(s
 def test_bad_arguments_are_named(store, script, tasks, kwargs, message):
   with pytest.raises(ValueError, match=message):
     collect(tasks, store, script, **kwargs)
+
+
+class Recorder:
+  """A policy, chat and context for the real loop: all ids are drawn, all samples recorded.
+
+  A turn is a call of no tool; the one after `turns` turns answers. `plan[i]` says what the
+  i-th request meets: "abort" (partial tokens, to be dropped), "cut" (the history is rewritten
+  after it), or neither. A prompt, an observation and a rewrite are random ids.
+  """
+  stop_ids = [0]
+
+  def __init__(self, seed, turns, plan):
+    self.rng, self.turns, self.plan = np.random.default_rng(seed), turns, plan
+    self.requests, self.sampled, self.answered = 0, [], 0
+    self.cut = False
+
+  def ids(self):
+    return self.rng.integers(1, 50, self.rng.integers(1, 6)).tolist()
+
+  async def generate(self, ids, *, max_new_tokens, stop_ids, rid, temperature=None):
+    mode = self.plan[self.requests % len(self.plan)]
+    self.requests += 1
+    ids, new = list(ids), self.ids() + [0]
+    logprobs = (-self.rng.random(len(new))).tolist()
+    if mode == "abort":
+      return policy.Sampled(new[:-1], logprobs[:-1], self.requests, "abort")
+    self.cut = mode == "cut"
+    for k, (token, logprob) in enumerate(zip(new, logprobs)):
+      self.sampled.append((ids + new[:k], token, np.float32(logprob), self.requests))
+    return policy.Sampled(new, logprobs, self.requests, "stop")
+
+  def prompt(self, question):
+    return self.ids()
+
+  observation = prompt
+
+  def parse(self, ids):
+    self.answered += 1
+    if self.answered > self.turns:
+      return Action("", answer="!")
+    return Action("", calls=[types.ToolCall("none", {})])
+
+  def context(self, trajectory, chat):
+    return self.ids() if self.cut else None
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
+    seed=st.integers(0, 2**32), turns=st.integers(0, 8),
+    plan=st.lists(st.sampled_from(["abort", "cut", "", ""]), min_size=1, max_size=8).filter(
+        lambda plan: set(plan) != {"abort"}),
+    pauses=st.lists(st.integers(1, 4), max_size=4))
+def test_trained_tokens_are_the_sampled_ones_across_cuts_pauses_and_aborts(
+    seed, turns, plan, pauses):
+  recorder = Recorder(seed, turns, plan)
+  with tempfile.TemporaryDirectory() as folder:
+    got, step = [], 0
+    while not got:  # each step opens the buffer anew, as another process would
+      step += 1
+      time = iter(range(10**6))  # asked once to set the deadline, then before each turn
+      with buffers.ReplayBuffer(folder + "/buffer.db") as store:
+        got = asyncio.run(rollout.collect(
+            [task("t")] if step == 1 else [], 1, step=step, seed=0, policy=recorder,
+            toolbox=Toolbox([]), chat=recorder, limits=loop.Limits(99, 10**6, 99), buffer=store,
+            grade=lambda t, a: True, concurrency=1, clock=lambda: next(time),
+            run=functools.partial(loop.run, context=recorder.context),
+            budget_s=pauses[step - 1] + 1 if step <= len(pauses) else None))
+  packed = batch.pack([(got[0], np.ones(len(got[0].turns)), True)], row_tokens=1000)
+  trained = []
+  for b, t in np.argwhere(packed.mask):
+    start = t - packed.positions[b, t]
+    trained.append((packed.tokens[b, start:t].tolist(), packed.tokens[b, t],
+                    packed.logprobs[b, t], packed.versions[b, t]))
+  key = lambda entry: (entry[3], len(entry[0]))
+  assert sorted(trained, key=key) == sorted(recorder.sampled, key=key)
