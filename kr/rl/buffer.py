@@ -37,7 +37,10 @@ CREATE TABLE IF NOT EXISTS trajectories (
   payload BLOB NOT NULL,
   consumed_step INTEGER);
 CREATE INDEX IF NOT EXISTS groups ON trajectories (step_made, task, sample, state, step_written);
-CREATE INDEX IF NOT EXISTS open ON trajectories (state) WHERE consumed_step IS NULL;
+CREATE INDEX IF NOT EXISTS waiting ON trajectories (step_made, task, sample)
+  WHERE state = 'finished' AND consumed_step IS NULL;
+CREATE INDEX IF NOT EXISTS paused ON trajectories (step_made, task, sample)
+  WHERE state = 'paused';
 """
 _FORMAT = 1  # PRAGMA user_version
 _IN_SQL = 500  # ids in one statement; SQLite allows 32,766
@@ -121,9 +124,9 @@ class ReplayBuffer:
     `meta["step_made"]`, which with its task's id names its group.
     """
     found = self._load(
-        "WHERE state = 'finished' AND consumed_step IS NULL AND (step_made, task) IN ("
-        "SELECT step_made, task FROM trajectories GROUP BY step_made, task "
-        "HAVING SUM(state != 'paused' AND step_written <= ?) >= ?)" + _ORDER, (step, group_size))
+        "AS t WHERE state = 'finished' AND consumed_step IS NULL AND ("
+        "SELECT SUM(state != 'paused' AND step_written <= ?) FROM trajectories AS g "
+        "WHERE g.step_made = t.step_made AND g.task = t.task) >= ?" + _ORDER, (step, group_size))
     groups: dict[tuple[int, str], list[types.Trajectory]] = {}
     for trajectory in found:
       groups.setdefault((trajectory.meta["step_made"], trajectory.task.id), []).append(trajectory)

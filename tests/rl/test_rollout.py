@@ -341,7 +341,7 @@ class Recorder:
     return self.ids() if self.cut else None
 
 
-@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(
     seed=st.integers(0, 2**32), turns=st.integers(0, 8),
     plan=st.lists(st.sampled_from(["abort", "cut", "", ""]), min_size=1, max_size=8).filter(
