@@ -21,17 +21,20 @@ from kr.types import ToolResult
 
 _MAX_HTML_CHARS = 2_000_000
 _MAX_LINE_CHARS = 600     # longer paragraphs wrap, so that paging by line reaches all of them
-_MAX_DEPTH = 512          # the parser's time is quadratic in the depth: deeper pages lose their tags
-_MAX_OPEN_FORMATS = 50    # …and unclosed <b> and the like are cloned into every later block
+_MAX_DEPTH = 512          # parsing is quadratic in the depth: deeper pages lose their tags,
+_MAX_OPEN_FORMATS = 50    # and unclosed <b> and the like are cloned into every later block
 
-_DROPPED = frozenset("script style noscript template svg math head iframe object embed canvas audio "
-                     "video select datalist".split())
-_BLOCKS = frozenset("html body address article aside blockquote center dd details dialog div dl dt fieldset "
-                    "figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre "
-                    "section summary table tbody thead tfoot caption tr ul".split())
+_DROPPED = frozenset(
+    "script style noscript template svg math head iframe object embed canvas audio video select "
+    "datalist".split())
+_BLOCKS = frozenset(
+    "html body address article aside blockquote center dd details dialog div dl dt fieldset "
+    "figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section "
+    "summary table tbody thead tfoot caption tr ul".split())
 _FORMATS = frozenset("a b big code em font i nobr s small strike strong tt u".split())
-_UNNESTED = frozenset("p li td th tr dt dd option tbody thead tfoot colgroup rb rt rp area base br col "
-                      "embed hr img input link meta param source track wbr html head body".split())
+_UNNESTED = frozenset(
+    "p li td th tr dt dd option tbody thead tfoot colgroup rb rt rp area base br col embed hr img "
+    "input link meta param source track wbr html head body".split())
 _TAG = re.compile(r"<(/?)([a-zA-Z][^\s/>]*)")
 _BREAK = "\n"             # a line break in the stream of text pieces
 
@@ -65,8 +68,8 @@ class PageStore:
     building.unlink(missing_ok=True)
     db = sqlite3.connect(building)
     try:
-      db.execute("CREATE TABLE pages(url TEXT PRIMARY KEY, title TEXT NOT NULL, html TEXT NOT NULL) "
-                 "WITHOUT ROWID")
+      db.execute("CREATE TABLE pages(url TEXT PRIMARY KEY, title TEXT NOT NULL, "
+                 "html TEXT NOT NULL) WITHOUT ROWID")
       rows = sorted(tuple(map(clean, page)) for page in pages)
       db.executemany("INSERT INTO pages VALUES (?, ?, ?)", rows)
       db.commit()
@@ -80,7 +83,8 @@ class PageStore:
   def get(self, url: str) -> tuple[str, str] | None:
     """(title, html) of a page, or None."""
     with self._lock:
-      row = self._db.execute("SELECT title, html FROM pages WHERE url = ?", (clean(url),)).fetchone()
+      row = self._db.execute("SELECT title, html FROM pages WHERE url = ?",
+                             (clean(url),)).fetchone()
     return row and tuple(x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in row)
 
   def urls(self) -> list[str]:
@@ -92,7 +96,8 @@ class PageStore:
     self._db.close()
 
 
-def render(html: str | bytes, base_url: str, number_links: bool = True) -> tuple[list[str], list[str]]:
+def render(html: str | bytes, base_url: str,
+           number_links: bool = True) -> tuple[list[str], list[str]]:
   """(lines, links): the page's text, title first, with links as `[n] text`; n is 1-based into links.
 
   Never raises on any HTML. Links to the same URL share a number; fragments are dropped, and links
@@ -136,7 +141,7 @@ def _too_deep(html: str) -> bool:
 
 
 def _split(pieces: list[str]) -> list[str]:
-  """Text pieces and breaks to lines: white space collapsed, empty lines dropped, long ones wrapped."""
+  """Text pieces to lines: white space collapsed, empty lines dropped, long ones wrapped."""
   return [line for text in "".join(pieces).split(_BREAK) for line in _wrap(text)]
 
 
@@ -252,7 +257,8 @@ class Browser:
     self._store, self._search = store, search
     self._lines, self._max_chars, self._max_matches = lines, max_chars, max_matches
     self._current: dict[str, str] = {}    # session -> URL
-    self._cache: collections.OrderedDict[str, tuple[list[str], list[str]]] = collections.OrderedDict()
+    self._cache: collections.OrderedDict[str, tuple[list[str], list[str]]] = (
+        collections.OrderedDict())
 
   def tools(self) -> list["_PageTool"]:
     """The tools `open` and `find`, which share this browser's sessions."""
@@ -336,7 +342,9 @@ class Browser:
       return ToolResult("no page is open", ok=False)
     wanted = clean(arguments["pattern"]).casefold()
     found = [f"{n}: {line}" for n, line in enumerate(page[0], 1) if wanted in line.casefold()]
-    more = f"\n({self._max_matches} of {len(found)} matches)" if len(found) > self._max_matches else ""
+    more = ""
+    if len(found) > self._max_matches:
+      more = f"\n({self._max_matches} of {len(found)} matches)"
     text = clip("\n".join(found[:self._max_matches]) or "no match", self._max_chars - len(more))
     return ToolResult(text + more, meta={"matches": len(found)})
 

@@ -17,7 +17,7 @@ from kr.types import ToolResult
 
 _META = "kr_index.json"
 _FORMAT = 1
-_HEAP_BYTES = 256 << 20      # one writer thread; the docs of a world fit, so that there is one segment
+_HEAP_BYTES = 256 << 20      # a world's documents fit, so that there is one segment
 _MAX_TERMS = 32              # terms of one query that count
 _TITLE_BOOST = 3.0
 _EXACT_BOOST = 1000.0        # above any BM25 score of a short query
@@ -33,7 +33,8 @@ class SearchError(Exception):
 
 def _analyzer() -> tantivy.TextAnalyzer:
   builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
-  for step in (tantivy.Filter.remove_long(60), tantivy.Filter.lowercase(), tantivy.Filter.ascii_fold()):
+  for step in (tantivy.Filter.remove_long(60), tantivy.Filter.lowercase(),
+               tantivy.Filter.ascii_fold()):
     builder = builder.filter(step)
   return builder.build()
 
@@ -109,9 +110,11 @@ def _open_index(path: pathlib.Path) -> tantivy.Index:
     index.reload()
     count = index.searcher().num_docs
   except Exception as e:  # tantivy raises ValueError, OSError and its own panics
-    raise SearchError(f"the search index at {path} is damaged ({clip(str(e), 200)}): {again}") from None
+    why = clip(str(e), 200)
+    raise SearchError(f"the search index at {path} is damaged ({why}): {again}") from None
   if count != wanted:
-    raise SearchError(f"the search index at {path} is damaged ({count} of {wanted} documents): {again}")
+    why = f"{count} of {wanted} documents"
+    raise SearchError(f"the search index at {path} is damaged ({why}): {again}")
   return index
 
 
