@@ -26,11 +26,15 @@ class EvaluationStopped(RuntimeError):
   """The evaluation cannot go on; what is finished is kept. The text says what to do."""
 
 
+class DamagedRecord(ValueError):
+  """A stored line is not a trajectory. The text says which and what to do."""
+
+
 def read(path: str | os.PathLike) -> list[Trajectory]:
   """The trajectories of a JSONL file, in its order; of two with one id the last counts.
 
   A missing file is an empty one. A torn last line (a write that was interrupted) is
-  ignored. Raises ValueError, with the line's number, for any other line that is not a
+  ignored. Raises DamagedRecord, with the line's number, for any other line that is not a
   trajectory.
   """
   path = pathlib.Path(path)
@@ -42,8 +46,8 @@ def read(path: str | os.PathLike) -> list[Trajectory]:
     try:
       trajectory = Trajectory.from_json(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-      raise ValueError(f"{path}, line {number}: not a trajectory ({e}); "
-                       "move the file away to evaluate again") from e
+      raise DamagedRecord(f"{path}, line {number}: not a trajectory ({e}); "
+                          "move the file away to evaluate again") from e
     found[trajectory.id] = trajectory
   return list(found.values())
 
