@@ -121,9 +121,10 @@ class _Rollout:
     segment = trajectory.segments[-1]
     room = min(limits.max_turn_tokens, limits.max_context_tokens - len(segment))
     start_s = time.monotonic()
+    # The last dot: servers abort by prefix, and turn 1 must not take turn 10 with it.
     sampled = await self._policy.generate(
         list(segment.tokens), max_new_tokens=room, stop_ids=self._chat.stop_ids,
-        rid=f"{trajectory.id}-{len(trajectory.turns)}-{self._aborts}")
+        rid=f"{trajectory.id}.{len(trajectory.turns)}.{self._aborts}.")
     if sampled.finish == "abort":
       _count(trajectory, "mixed_versions" if sampled.mixed else "aborts")
       return None, sampled
