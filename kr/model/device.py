@@ -1,0 +1,142 @@
+"""The device side of the engine: weights, KV cache, and the choice of compiled shapes.
+
+Batches are padded to a few sizes, so that there are few programs to compile. Host side
+in numpy: every call takes slots as plain lists and reads their tokens from `Slots`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from kr.model import decode
+from kr.model.config import ModelConfig
+from kr.model.slots import Slots
+
+CHUNKS = (16, 64, 256)  # prompt tokens that a row takes in one call
+PREFILL_ROWS = (2, 8, 32)
+PREFILL_TOKENS = 2048  # bound on rows x chunk of one call
+DECODE_ROWS = (8, 32)  # and the number of slots
+
+
+def bucket(n: int, sizes: tuple[int, ...]) -> int:
+  """The smallest size that holds n, or else the largest."""
+  return next((s for s in sizes if s >= n), sizes[-1])
+
+
+class Device:
+  """One model and its cache. max_len: tokens of a sequence; steps: tokens per decode call."""
+
+  def __init__(self, params: Any, cfg: ModelConfig, slots: int, max_len: int, steps: int):
+    self.cfg, self.steps = cfg, steps
+    self.slots = Slots(slots, max_len + steps)  # a decode call may run past the last token
+    capacity = self.slots.capacity
+    self.spans = tuple(2 ** i for i in range(7, 31) if 2 ** i < capacity) + (capacity,)
+    self.prefill_spans = (0,) + (self.spans[1:] or self.spans)
+    self.chunks = tuple(c for c in CHUNKS if c <= capacity) or (capacity,)
+    self.rows = tuple(r for r in DECODE_ROWS if r < slots) + (slots,)
+    self._cache = decode.init_cache(cfg, slots + 1, capacity)  # the last slot takes padding rows
+    self.params = self.put(params)
+
+  def put(self, params: Any) -> Any:
+    """Weights onto the device as float32. Raises ValueError when one is not finite."""
+    params = jax.tree.map(lambda a: np.asarray(a, np.float32), params)
+    for path, a in jax.tree_util.tree_leaves_with_path(params):
+      if not np.isfinite(a).all():
+        raise ValueError(f"the weights {jax.tree_util.keystr(path)} hold NaN or infinity")
+    return jax.block_until_ready(jax.device_put(params))
+
+  def check(self, params: Any) -> None:
+    """Raises ValueError unless the tree has the shapes of the model that is served."""
+    old, new = ({jax.tree_util.keystr(k): np.shape(v) for k, v in jax.tree_util.tree_leaves_with_path(tree)}
+                for tree in (self.params, params))
+    wrong = [f"{k} is {new.get(k, 'missing')}, the model has {old.get(k, 'none')}"
+             for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    if wrong:
+      raise ValueError("the new weights do not fit the served model: " + "; ".join(wrong[:3]))
+
+  def copy(self, source: int, target: int, tokens: int) -> None:
+    """Copies the first tokens of one slot's cache to another's."""
+    self._cache = decode.copy(self._cache, np.array([source], np.int32), np.array([target], np.int32),
+                              span=bucket(tokens, self.spans))
+
+  def chunk(self, slot: int) -> int:
+    """The chunk length that suits what the slot is missing."""
+    return bucket(self.slots.missing(slot), self.chunks)
+
+  def row_limit(self, chunk: int) -> int:
+    """How many rows one prefill call takes at that chunk length."""
+    return max(r for r in PREFILL_ROWS if r * chunk <= PREFILL_TOKENS or r == PREFILL_ROWS[0])
+
+  def prefill(self, slots: list[int], T: int, scored: bool) -> list[tuple[int, np.ndarray]]:
+    """Computes up to T missing tokens of each slot.
+
+    -> for each slot (first position, logprobs of the tokens from there on), empty unless
+    `scored`.
+    """
+    S = self.slots
+    B = bucket(len(slots), PREFILL_ROWS)
+    slot = np.full(B, S.count, np.int32)
+    slot[:len(slots)] = slots
+    # A chunk that would run past the slot's end begins earlier and computes a few tokens again.
+    start = np.where(slot < S.count, np.minimum(S.filled[slot], S.capacity - T), 0).astype(np.int32)
+    column = start[:, None] + np.arange(T)
+    span = bucket(int(start.max()), self.prefill_spans)
+    tokens = S.held[slot[:, None], column]
+    out = np.zeros((B, 0), np.float32)
+    if scored:
+      targets = S.held[slot[:, None], np.minimum(column + 1, S.capacity - 1)]
+      out, self._cache = decode.score(
+          self.params, self._cache, tokens, targets, slot, start, cfg=self.cfg, span=span)
+      out = np.asarray(out)
+    else:
+      self._cache = decode.prefill(self.params, self._cache, tokens, slot, start, cfg=self.cfg, span=span)
+    scores = []
+    for i, s in enumerate(slots):
+      n = min(T, int(S.known[s]) - 1 - int(start[i]))
+      S.filled[s] = start[i] + n
+      scores.append((int(start[i]) + 1, out[i, :n]))
+    return scores
+
+  def decode(self, slots: list[int], seeds: list, sampling: np.ndarray) -> tuple[list, list]:
+    """Samples `steps` tokens for each slot -> (ids, logprobs), each [len(slots)][steps].
+
+    seeds: [2] uint32 each; sampling [len(slots),4]: temperature, top_p, top_k, min_p.
+    """
+    S, n = self.slots, len(slots)
+    B = bucket(n, self.rows)
+    slot = np.full(B, S.count, np.int32)
+    slot[:n] = slots
+    position = np.where(slot < S.count, S.filled[slot], 0).astype(np.int32)
+    seed = np.zeros((B, 2), np.uint32)
+    seed[:n] = seeds
+    values = np.tile(np.float32([1, 1, self.cfg.vocab, 0]), (B, 1))
+    values[:n] = sampling
+    off = (values[:, 1] >= 1) & (values[:, 2] >= self.cfg.vocab) & (values[:, 3] <= 0)
+    rows = decode.Rows(slot, S.held[slot, position], position, seed, values[:, 0].copy(),
+                       values[:, 1].copy(), values[:, 2].astype(np.int32), values[:, 3].copy())
+    tokens, logprobs, self._cache = decode.decode(
+        self.params, self._cache, rows, cfg=self.cfg, span=bucket(int(position.max()), self.spans),
+        steps=self.steps, truncate=not off.all())
+    return np.asarray(tokens)[:n].tolist(), np.asarray(logprobs)[:n].tolist()
+
+  def warm_up(self, spans: int) -> None:
+    """Compiles the programs of the `spans` shortest spans by running them on the padding slot."""
+    cfg, last = self.cfg, self.slots.count
+    for span in self.spans[:spans]:
+      self._cache = decode.copy(self._cache, np.full(1, last, np.int32), np.full(1, last, np.int32), span=span)
+      for B in self.rows:
+        zero, one = np.zeros(B, np.int32), np.ones(B, np.float32)
+        rows = decode.Rows(zero + last, zero, zero, np.zeros((B, 2), np.uint32), one, one,
+                           np.full(B, cfg.vocab, np.int32), one * 0)
+        _, _, self._cache = decode.decode(
+            self.params, self._cache, rows, cfg=cfg, span=span, steps=self.steps, truncate=False)
+    for span in self.prefill_spans[:spans]:
+      for T in self.chunks:
+        for B in (r for r in PREFILL_ROWS if r <= self.row_limit(T)):
+          zero = np.zeros(B, np.int32)
+          self._cache = decode.prefill(self.params, self._cache, np.zeros((B, T), np.int32), zero + last, zero,
+                                       cfg=cfg, span=span)
+    jax.block_until_ready(self._cache)
