@@ -4,9 +4,10 @@
 #   ensure_venv test    and what the test suite needs
 #
 # Takes the newest of Python 3.12 and 3.11 that runs and has venv and pip. Installs only when
-# setup.py or the Python changed since the last complete install: .venv/kr-<extra>.stamp is
-# removed before pip starts and written after it succeeded, so an interrupted install is
-# repeated. pip's own configuration (index, proxy, certificates) is the user's.
+# setup.py or the Python changed since the last complete install, which .venv/kr-<extra>.stamp
+# records. An install that was cut short leaves .venv/kr-installing; it may have left half a
+# package too, so the next run makes .venv anew. pip's own configuration (index, proxy,
+# certificates) is the user's.
 
 say() { printf 'kr: %s\n' "$*" >&2; }
 die() { say "$@"; exit 1; }
@@ -69,28 +70,46 @@ PY
 
 stamped() { [[ -f "$1" && "$(cat "$1")" == "$(fingerprint)" ]]; }
 
+# Waits for an install by another run of these scripts, also one whose script was killed: pip
+# holds the lock until it ends. Released by unlock.
+lock() {
+  command -v flock >/dev/null || return 0
+  exec 9<launch/venv.sh
+  flock -n 9 || { say "waiting for another install into .venv"; flock 9; }
+}
+
+unlock() { exec 9<&-; }
+
+make_venv() {
+  find_python
+  if [[ -e .venv ]]; then
+    [[ -f .venv/pyvenv.cfg || -z "$(ls -A .venv)" ]] || die ".venv exists but is no virtual" \
+      "environment: move it away, then run this again."
+    say "the virtual environment .venv is broken or half installed; making it anew"
+    rm -rf .venv
+  fi
+  say "making .venv with $PYTHON"
+  "$PYTHON" -m venv .venv || die "could not make .venv with $PYTHON (see above)."
+}
+
 # ensure_venv EXTRA; the current directory is the repository root.
 ensure_venv() {
   local extra="$1" stamp=".venv/kr-${1:-run}.stamp"
-  if ! venv_works; then
-    find_python
-    if [[ -e .venv ]]; then
-      [[ -f .venv/pyvenv.cfg || -z "$(ls -A .venv)" ]] || die ".venv exists but is no virtual" \
-        "environment: move it away, then run this again."
-      say "the virtual environment .venv does not work; making it anew"
-      rm -rf .venv
-    fi
-    say "making .venv with $PYTHON"
-    "$PYTHON" -m venv .venv || die "could not make .venv with $PYTHON (see above)."
+  lock
+  if [[ -e .venv/kr-installing ]] || ! venv_works; then
+    make_venv
   fi
   # An install with the test extra contains what a run needs.
-  if stamped "$stamp" || { [[ -z "$extra" ]] && stamped .venv/kr-test.stamp; }; then
-    return 0
+  if ! stamped "$stamp" && ! { [[ -z "$extra" ]] && stamped .venv/kr-test.stamp; }; then
+    rm -f .venv/kr-*.stamp
+    : > .venv/kr-installing
+    say "installing into .venv, once: a minute or two, and more for the test suite's torch"
+    .venv/bin/python -m pip install --disable-pip-version-check -e ".${extra:+[$extra]}" \
+      </dev/null >&2 ||
+      die "the install failed (see pip's message above). Mind the network, the disk and pip's" \
+        "settings ('.venv/bin/python -m pip config list'), then run this again."
+    fingerprint > "$stamp"
+    rm -f .venv/kr-installing
   fi
-  rm -f .venv/kr-*.stamp
-  say "installing into .venv, once (about a minute or two)"
-  .venv/bin/python -m pip install --disable-pip-version-check -e ".${extra:+[$extra]}" </dev/null >&2 ||
-    die "the install failed (see pip's message above). Mind the network and pip's settings" \
-      "('.venv/bin/python -m pip config list'), then run this again: it goes on from here."
-  fingerprint > "$stamp"
+  unlock
 }
