@@ -30,6 +30,11 @@ class Limits:
   max_turn_tokens: int
   max_calls: int = 4
 
+  def __post_init__(self):
+    for name, value in vars(self).items():
+      if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+
 
 async def run(task: Task, policy: Policy, toolbox: Toolbox, chat: Chat, limits: Limits, *,
               trajectory_id: str, sample: int = 0, resume: Trajectory | None = None,

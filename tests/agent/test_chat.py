@@ -1,5 +1,7 @@
 """Token in, token out; no forged structure; two template styles."""
 
+import json
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -146,6 +148,42 @@ def test_a_template_that_does_not_fit_is_refused_with_a_reason(tmp_path, templat
   directory = write_tokenizer(tmp_path / "t", template)
   with pytest.raises(ValueError, match=message):
     Chat(directory, SPECS, "s", "brief")
+
+
+def edit(directory, change):
+  path = directory / "tokenizer.json"
+  data = json.loads(path.read_text())
+  change(data)
+  path.write_text(json.dumps(data))
+  return directory
+
+
+def test_a_tokenizer_that_swallows_space_at_special_tokens_is_refused(tmp_path):
+  def change(data):
+    for token in data["added_tokens"]:
+      token["rstrip"] = True
+  directory = edit(write_tokenizer(tmp_path / "t", QWEN_STYLE), change)
+  with pytest.raises(ValueError, match="differs from the tokenizer's own encoding"):
+    Chat(directory, SPECS, "s")
+
+
+def test_a_tokenizer_whose_plain_text_can_become_a_special_token_is_refused(tmp_path):
+  def change(data):  # No pieces, and a look-up of the whole text in a vocabulary with the token.
+    data["pre_tokenizer"] = None
+    data["model"]["ignore_merges"] = True
+    for token in data["added_tokens"]:
+      data["model"]["vocab"][token["content"]] = token["id"]
+  directory = edit(write_tokenizer(tmp_path / "t", QWEN_STYLE), change)
+  with pytest.raises(ValueError, match="could forge"):
+    Chat(directory, SPECS, "s")
+
+
+def test_a_tokenizer_without_the_tags_is_refused(tmp_path):
+  def change(data):
+    data["added_tokens"].pop()
+  directory = edit(write_tokenizer(tmp_path / "t", QWEN_STYLE), change)
+  with pytest.raises(ValueError, match="</think> is not a token"):
+    Chat(directory, SPECS, "s")
 
 
 def test_a_missing_tokenizer_and_a_wrong_declaration_are_refused(tmp_path, compact_dir):

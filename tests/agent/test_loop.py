@@ -99,6 +99,14 @@ def returned(policy):
   return [(i, p, v) for ids, probs, v in policy.returned for i, p in zip(ids, probs, strict=True)]
 
 
+def find(tokens, part, start):
+  """Where `part` begins in `tokens`, from `start` on; ValueError if it does not."""
+  for i in range(start, len(tokens) - len(part) + 1):
+    if tokens[i:i + len(part)] == part:
+      return i
+  raise ValueError("not there")
+
+
 # A turn as a policy might sample it: well-formed or junk, and often not canonical tokens.
 def turns(chat):
   text = st.text("abc <>\n|1é", max_size=12)
@@ -153,6 +161,11 @@ def test_tokens_trained_are_the_tokens_sampled_across_cuts_and_pauses(chat, data
     for turn, (ids, _, v) in zip(t.turns, policy.returned, strict=True):
       assert t.segments[turn.segment].tokens[turn.start:turn.stop] == list(ids)
       assert turn.version == v
+  for n, segment in enumerate(whole.segments):  # A cut keeps earlier turns token by token.
+    position = 0
+    for turn, (ids, _, _) in zip(whole.turns, policy.returned, strict=True):
+      if turn.segment < n:
+        position = find(segment.tokens, ids, position) + len(ids)
   prompts = [ids for ids, _, _ in policy.requests]
   assert prompts == [whole.segments[t.segment].tokens[:t.start] for t in whole.turns]
 
@@ -279,6 +292,11 @@ def test_a_pause_keeps_the_session_and_leaves_its_trajectory_unchanged(chat):
   before = json.dumps(paused.to_json())
   assert play(chat, policy, tools=tools, resume=paused).stop is StopReason.ANSWERED
   assert json.dumps(paused.to_json()) == before
+
+
+def test_limits_below_one_are_refused():
+  with pytest.raises(ValueError, match="max_turns must be at least 1, not 0"):
+    Limits(0, 100, 10)
 
 
 def test_only_a_paused_trajectory_continues_under_its_own_id(chat):
