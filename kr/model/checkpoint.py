@@ -11,8 +11,10 @@ litter, which the next save sweeps away. One process saves; any number may resto
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -39,8 +41,24 @@ def _checkpointer() -> ocp.Checkpointer:
       meta=ocp.JsonCheckpointHandler()))
 
 
+@contextlib.contextmanager
+def _quiet():
+  """Keeps Orbax's threads from logging the traceback of an error that is raised here anyway."""
+  def from_elsewhere(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+  logger = logging.getLogger("absl")
+  logger.addFilter(from_elsewhere)
+  try:
+    yield
+  finally:
+    logger.removeFilter(from_elsewhere)
+
+
 def _reason(error: BaseException) -> str:
   """The first line of an error: tensorstore's run over many lines and name source files."""
+  if "No space left on device" in str(error):
+    return "no space left on the disk"
   lines = str(error).strip().splitlines() or [""]
   return f"{type(error).__name__}: {lines[0][:300]}"
 
@@ -61,25 +79,27 @@ def _json_ready(meta: dict[str, Any]) -> dict[str, Any]:
 def _write(path: pathlib.Path, items: dict[str, Any]) -> None:
   """Writes the items to path in one atomic step; path must not exist."""
   need_bytes = 2 ** 20 + sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(items))
-  advice = "The checkpoints before it are whole: make room, then start the same command again."
+  advice = "make room, then start the same command again; the checkpoints before it are whole."
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(path.parent).free
     if free_bytes < need_bytes:
       raise CheckpointError(
           f"no room for checkpoint {path}: it needs {need_bytes / 2**20:.0f} MiB, the disk has "
-          f"{free_bytes / 2**20:.0f} MiB. {advice}")
-    _checkpointer().save(path, args=ocp.args.Composite(**{
-        k: ocp.args.JsonSave(v) if k == "meta" else ocp.args.PyTreeSave(v)
-        for k, v in items.items()}))
+          f"{free_bytes / 2**20:.0f} MiB: {advice}")
+    with _quiet():
+      _checkpointer().save(path, args=ocp.args.Composite(**{
+          k: ocp.args.JsonSave(v) if k == "meta" else ocp.args.PyTreeSave(v)
+          for k, v in items.items()}))
   except CheckpointError:
     raise
   except PermissionError as e:
     raise CheckpointError(f"may not write checkpoint {path}: {_reason(e)}. Choose a workdir that "
                           "this user may write to.") from e
   except Exception as e:  # tensorstore raises its own types, among them for a full disk
-    raise CheckpointError(f"could not write checkpoint {path}: {_reason(e)}. Is the disk full, or "
-                          f"a quota reached? {advice}") from e
+    shutil.rmtree(path.with_name(path.name + _LITTER[0]), ignore_errors=True)
+    raise CheckpointError(f"could not write checkpoint {path}: {_reason(e)}. If the disk is full "
+                          f"or a quota reached: {advice}") from e
 
 
 def _read(path: pathlib.Path, like: dict[str, Any], advice: str) -> dict[str, Any]:
@@ -95,7 +115,8 @@ def _read(path: pathlib.Path, like: dict[str, Any], advice: str) -> dict[str, An
   args = {k: ocp.args.JsonRestore() if v is None else ocp.args.PyTreeRestore(
       v, restore_args=ocp.checkpoint_utils.construct_restore_args(v)) for k, v in like.items()}
   try:
-    out = _checkpointer().restore(path, args=ocp.args.Composite(**args))
+    with _quiet():
+      out = _checkpointer().restore(path, args=ocp.args.Composite(**args))
   except Exception as e:  # whatever Orbax, tensorstore or json make of damaged files
     raise CheckpointError(f"checkpoint {path} is damaged: {_reason(e)}. {advice}") from e
   return {k: out[k] for k in like}
@@ -117,10 +138,11 @@ def _check_shapes(path: pathlib.Path, name: str, like: Any, advice: str) -> None
   want = _flat(like)
   for leaf in sorted(saved.keys() | want.keys()):
     if saved.get(leaf) != want.get(leaf):
-      say = lambda x: "nothing" if x is None else f"{x[1]}{list(x[0])}"
+      theirs, ours = (f"{x[1]}{list(x[0])}" if x else "nothing"
+                      for x in (saved.get(leaf), want.get(leaf)))
       raise CheckpointError(
           f"checkpoint {path} is of another {'model' if name == 'policy' else 'optimizer'}: "
-          f"{name}/{leaf} is {say(saved.get(leaf))}, this config has {say(want.get(leaf))}. "
+          f"{name}/{leaf} is {theirs}, this config has {ours}. "
           "Use the config it was made with, or another workdir.")
 
 
@@ -231,7 +253,7 @@ def restore_policy(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelC
   except (KeyError, TypeError) as e:
     raise CheckpointError(f"checkpoint {path} names no model that this version of kr knows: "
                           f"{_reason(e)}. Restore it with the version that wrote it.") from e
-  like = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, np.float32), transformer.shapes(cfg),
-                      is_leaf=lambda x: isinstance(x, tuple))
+  like = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
+                      transformer.shapes(cfg), is_leaf=lambda x: isinstance(x, tuple))
   advice = "Use another step's directory."
   return _read(path, {"policy": _like(like)}, advice)["policy"], cfg

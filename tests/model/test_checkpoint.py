@@ -149,7 +149,8 @@ def test_kill_9_in_mid_save_leaves_the_previous_checkpoint(tmp_path):
     assert latest in (announced, announced + 1)  # + 1: committed, killed before it said so
     params, opt_state, meta = Checkpoints(tmp_path).restore(latest, like, like)
     assert meta["step"] == latest
-    assert (np.asarray(params["w"]) == latest).all() and (np.asarray(opt_state["w"]) == latest).all()
+    assert (np.asarray(params["w"]) == latest).all()
+    assert (np.asarray(opt_state["w"]) == latest).all()
 
 
 def damage(path: pathlib.Path):
@@ -199,7 +200,7 @@ def test_another_model_or_optimizer_is_refused_by_the_leaf_that_differs(state, t
   checkpoints = Checkpoints(tmp_path)
   checkpoints.save(1, params, opt_state, META)
   wider = transformer.init(dataclasses.replace(CFG, vocab=60), 0)
-  with pytest.raises(CheckpointError, match=r"policy/embed is float32\[50, 16\].*float32\[60, 16\]"):
+  with pytest.raises(CheckpointError, match=r"policy/embed is float32\[50, 16\].*\[60, 16\]"):
     checkpoints.restore(1, wider, opt_state)
   untied = transformer.init(dataclasses.replace(CFG, tied=False), 0)
   with pytest.raises(CheckpointError, match="policy/head is nothing"):
@@ -260,7 +261,8 @@ def test_a_write_that_fails_halfway_is_said_and_leaves_the_previous_checkpoint(t
   done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True,
                         env={**os.environ, "PYTHONPATH": os.getcwd()})
   assert "could not write checkpoint" in done.stdout and "make room" in done.stdout, done.stderr
-  assert "Traceback" not in done.stdout
+  assert "Traceback" not in done.stdout + done.stderr
+  assert [p.name for p in tmp_path.iterdir()] == ["1"]  # the half is not left to fill the disk
   checkpoints = Checkpoints(tmp_path)
   assert checkpoints.latest() == 1
   x = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
