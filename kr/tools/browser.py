@@ -98,7 +98,7 @@ class PageStore:
 
 def render(html: str | bytes, base_url: str,
            number_links: bool = True) -> tuple[list[str], list[str]]:
-  """(lines, links): the page's text, title first, with links as `[n] text`; n is 1-based into links.
+  """(lines, links): the page's text, title first, links as `[n] text` with n 1-based into links.
 
   Never raises on any HTML. Links to the same URL share a number; fragments are dropped, and links
   that lead nowhere (scripts, mail, the page itself) are plain text. `number_links=False` leaves the

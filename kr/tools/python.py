@@ -52,6 +52,7 @@ class Python:
     # In the order of last use, so that the first idle one is the one to end.
     self._sessions: collections.OrderedDict[str, _Session] = collections.OrderedDict()
     self._threads = concurrent.futures.ThreadPoolExecutor(max_workers, "python-tool")
+    self._undertaker = concurrent.futures.ThreadPoolExecutor(2, "python-tool-end")
 
   async def call(self, session_id: str, arguments: dict[str, Any]) -> ToolResult:
     session = self._sessions.setdefault(session_id, _Session())
@@ -84,11 +85,13 @@ class Python:
       raise
     return ToolResult(text or "(no output)", ok=ok)
 
-  def _end(self, session: _Session) -> None:
+  def _end(self, session: _Session) -> concurrent.futures.Future | None:
     """Ends the session's worker, if any; the next call will say that variables are lost."""
-    if session.worker is not None:
-      session.worker.kill()
-      session.worker, session.lost = None, True
+    if session.worker is None:
+      return None
+    ended = self._undertaker.submit(session.worker.kill)
+    session.worker, session.lost = None, True
+    return ended
 
   def _trim(self) -> None:
     live = [s for s in self._sessions.values() if s.worker is not None]
@@ -107,10 +110,11 @@ class Python:
 
   async def close(self, session_id: str) -> None:
     session = self._sessions.pop(session_id, None)
-    if session is not None:
-      self._end(session)
+    ended = self._end(session) if session else None
+    if ended is not None:
+      await asyncio.wrap_future(ended)
 
   async def aclose(self) -> None:
-    for session_id in list(self._sessions):
-      await self.close(session_id)
+    await asyncio.gather(*(self.close(session_id) for session_id in list(self._sessions)))
     self._threads.shutdown(wait=False)
+    self._undertaker.shutdown(wait=False)

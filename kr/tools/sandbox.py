@@ -17,6 +17,7 @@ import random
 import secrets
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from kr.tools import sandbox_filter
 
 _SOURCE = pathlib.Path(__file__).with_name("sandbox_worker.py")
 _START_S = 20.0               # for the first reply: a loaded machine may be slow to start a process
+_KILL_S = 5.0                 # for bwrap to end after its child
 _PROBE_S = 5.0                # for a trivial call on a worker that has started
 
 
@@ -77,8 +79,8 @@ def _advice(why: str) -> str:
     what = ("An ordinary user needs unprivileged user namespaces: sysctl "
             "user.max_user_namespaces must not be 0, and kernel.unprivileged_userns_clone and "
             "(Ubuntu 24.04) kernel.apparmor_restrict_unprivileged_userns must allow them.")
-  return (f"cannot isolate code on this host: {why.strip()}. {what} The interpreter "
-          f"({_interpreter()}) must be readable by other users. Code is never run without isolation.")
+  return (f"cannot isolate code on this host: {why.strip()}. {what} Other users must be able to "
+          f"read the interpreter ({_interpreter()}). Code is never run without isolation.")
 
 
 def _bwrap() -> str:
@@ -130,7 +132,7 @@ def _unused_uid() -> int:
   return first + count - 2 - random.SystemRandom().randrange(max(1, min(count // 2, 1 << 24)))
 
 
-def _command(limits: Limits, seccomp_fd: int) -> list[str]:
+def _command(limits: Limits, seccomp_fd: int, info_fd: int) -> list[str]:
   """The whole command line of a sandboxed worker."""
   args = [_bwrap(), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
           "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv",
@@ -145,7 +147,8 @@ def _command(limits: Limits, seccomp_fd: int) -> list[str]:
     args += ["--unshare-user", "--disable-userns", "--uid", str(uid), "--gid", str(uid)]
   args += [*_mounts(), "--proc", "/proc", "--dev", "/dev",
            "--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp",
-           "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(seccomp_fd)]
+           "--remount-ro", "/dev", "--remount-ro", "/",
+           "--seccomp", str(seccomp_fd), "--info-fd", str(info_fd)]
   setup = {"uid": uid, "output_chars": limits.output_chars, "rlimits": {
       "RLIMIT_AS": limits.memory_bytes, "RLIMIT_CPU": limits.cpu_s,
       "RLIMIT_FSIZE": limits.file_bytes, "RLIMIT_NPROC": limits.processes,
@@ -176,21 +179,22 @@ class Worker:
     self._max_reply = 12 * limits.output_chars + 1000   # JSON makes 12 bytes of a character at most
     self._started = self._closed = False
     self._lock = threading.RLock()    # held by a call; a file descriptor is not closed under it
-    read_fd, write_fd = os.pipe()
-    try:
-      os.write(write_fd, filter_program)
-      os.close(write_fd)
-      write_fd = -1
-      self._process = subprocess.Popen(
-          _command(limits, read_fd), env={}, cwd="/", pass_fds=[read_fd], bufsize=0,
-          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except OSError as e:
-      raise SandboxUnavailable(_advice(f"bubblewrap does not start ({e})")) from None
-    finally:
-      os.close(read_fd)
-      if write_fd >= 0:
-        os.close(write_fd)
-    for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+    self._ending = threading.Lock()
+    filter_read, filter_write = os.pipe()
+    info_read, info_write = os.pipe()
+    with open(info_write, "wb"), open(filter_read, "rb"):
+      self._info = open(info_read, "rb", buffering=0)
+      with open(filter_write, "wb") as pipe:
+        pipe.write(filter_program)
+      try:
+        self._process = subprocess.Popen(
+            _command(limits, filter_read, info_write), env={}, cwd="/", bufsize=0,
+            pass_fds=[filter_read, info_write],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+      except OSError as e:
+        raise SandboxUnavailable(_advice(f"bubblewrap does not start ({e})")) from None
+    self._pipes = (self._process.stdin, self._process.stdout, self._process.stderr, self._info)
+    for pipe in self._pipes:
       os.set_blocking(pipe.fileno(), False)
 
   def run(self, code: str, wall_s: float) -> tuple[bool, str]:
@@ -275,11 +279,29 @@ class Worker:
 
   def kill(self) -> None:
     """Ends the whole process tree, also in the middle of a call; safe to call twice."""
-    # Killing bwrap ends its child, the first process of the sandbox's process namespace, and the
-    # kernel then kills everything in it. That closes the pipes, so a call in another thread ends.
-    self._process.kill()
-    self._process.wait()
+    # With the first process of the sandbox's process namespace the kernel kills all in it. bwrap,
+    # its parent, collects it and ends; killed first, it would leave a zombie to the host's init.
+    # The pipes close, so a call in another thread ends.
+    with self._ending:
+      if self._process.poll() is None:
+        first = self._first_process()
+        try:
+          if first is None:
+            self._process.kill()
+          else:
+            os.kill(first, signal.SIGKILL)
+          self._process.wait(_KILL_S)
+        except (OSError, subprocess.TimeoutExpired):
+          self._process.kill()
+          self._process.wait()
     with self._lock:
       self._closed = True
-      for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+      for pipe in self._pipes:
         pipe.close()
+
+  def _first_process(self) -> int | None:
+    """The host's id of the sandbox's first process; None while bwrap has not made it."""
+    try:
+      return int(json.loads(self._info.read() or b"")["child-pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+      return None

@@ -47,18 +47,22 @@ class Capture(io.TextIOBase):
     self.reset()
 
   def reset(self):
-    self._head, self._tail, self._total = "", "", 0
+    self._head, self._tail, self._held, self._total = "", [], 0, 0
 
   def write(self, text):
     if not isinstance(text, str):
       raise TypeError(f"write() argument must be str, not {type(text).__name__}")
     self._total += len(text)
-    if len(self._head) < self._size:
-      taken = text[:self._size - len(self._head)]
-      self._head += taken
-      self._tail = (self._tail + text[len(taken):])[-self._size:]
-    else:
-      self._tail = (self._tail + text[-self._size:])[-self._size:]
+    start = self._size - len(self._head)
+    if start > 0:
+      self._head += text[:start]
+    if len(text) > start:   # the rest goes to the tail, of which the end is kept
+      rest = text[max(start, len(text) - self._size, 0):]
+      self._tail.append(rest)
+      self._held += len(rest)
+      if self._held > 4 * self._size or len(self._tail) > 4096:
+        self._tail = ["".join(self._tail)[-self._size:]]
+        self._held = len(self._tail[0])
     return len(text)
 
   def writable(self):
@@ -73,8 +77,9 @@ class Capture(io.TextIOBase):
     return _Bytes(self)
 
   def text(self):
-    gap = _CUT if self._total > len(self._head) + len(self._tail) else ""
-    return self._head + gap + self._tail
+    tail = "".join(self._tail)[-self._size:]
+    gap = _CUT if self._total > len(self._head) + len(tail) else ""
+    return self._head + gap + tail
 
 
 class _Bytes(io.RawIOBase):
@@ -87,9 +92,10 @@ class _Bytes(io.RawIOBase):
     return True
 
   def write(self, data):
-    data = bytes(data)
-    self._capture.write(data.decode("utf-8", "replace"))
-    return len(data)
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), 1 << 16):
+      self._capture.write(str(view[start:start + (1 << 16)], "utf-8", "replace"))
+    return len(view)
 
 
 def trim(text, size):

@@ -27,7 +27,7 @@ _STOP_WORDS = frozenset(
     "were what when where which who whose with".split())
 
 
-class SearchError(Exception):
+class SearchError(ValueError):
   """The index is missing, damaged or of another format."""
 
 
