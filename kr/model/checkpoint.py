@@ -11,7 +11,6 @@ litter, which the next save sweeps away. One process saves; any number may resto
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -41,18 +40,12 @@ def _checkpointer() -> ocp.Checkpointer:
       meta=ocp.JsonCheckpointHandler()))
 
 
-@contextlib.contextmanager
-def _quiet():
-  """Keeps Orbax's threads from logging the traceback of an error that is raised here anyway."""
-  def from_elsewhere(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+def _not_of_a_thread(record: logging.LogRecord) -> bool:
+  """False for Orbax's threads logging the traceback of an error that `save` raises anyway."""
+  return "_SignalingThread.run() raised" not in str(record.msg)
 
-  logger = logging.getLogger("absl")
-  logger.addFilter(from_elsewhere)
-  try:
-    yield
-  finally:
-    logger.removeFilter(from_elsewhere)
+
+logging.getLogger("absl").addFilter(_not_of_a_thread)  # for good: they log after `save` raised
 
 
 def _reason(error: BaseException) -> str:
@@ -87,10 +80,9 @@ def _write(path: pathlib.Path, items: dict[str, Any]) -> None:
       raise CheckpointError(
           f"no room for checkpoint {path}: it needs {need_bytes / 2**20:.0f} MiB, the disk has "
           f"{free_bytes / 2**20:.0f} MiB: {advice}")
-    with _quiet():
-      _checkpointer().save(path, args=ocp.args.Composite(**{
-          k: ocp.args.JsonSave(v) if k == "meta" else ocp.args.PyTreeSave(v)
-          for k, v in items.items()}))
+    _checkpointer().save(path, args=ocp.args.Composite(**{
+        k: ocp.args.JsonSave(v) if k == "meta" else ocp.args.PyTreeSave(v)
+        for k, v in items.items()}))
   except CheckpointError:
     raise
   except PermissionError as e:
@@ -115,8 +107,7 @@ def _read(path: pathlib.Path, like: dict[str, Any], advice: str) -> dict[str, An
   args = {k: ocp.args.JsonRestore() if v is None else ocp.args.PyTreeRestore(
       v, restore_args=ocp.checkpoint_utils.construct_restore_args(v)) for k, v in like.items()}
   try:
-    with _quiet():
-      out = _checkpointer().restore(path, args=ocp.args.Composite(**args))
+    out = _checkpointer().restore(path, args=ocp.args.Composite(**args))
   except Exception as e:  # whatever Orbax, tensorstore or json make of damaged files
     raise CheckpointError(f"checkpoint {path} is damaged: {_reason(e)}. {advice}") from e
   return {k: out[k] for k in like}
