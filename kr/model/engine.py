@@ -27,6 +27,8 @@ from kr.model.device import Device
 PREFILLS_PER_DECODE = 4  # so that long prompts do not starve those who decode
 LOG_EVERY_S = 20.0
 
+_log = logging.getLogger("kr.engine")
+
 
 class EngineError(Exception):
   """The engine cannot carry this out; the text says why."""
@@ -141,12 +143,12 @@ class Engine:
     if not n:
       raise ValueError("input_ids is empty")
     if n > limit:
-      raise ValueError(f"Input length ({n} tokens) exceeds the maximum allowed length ({limit} tokens)")
+      raise ValueError(f"The input ({n} tokens) is longer than the context length allows ({limit} tokens)")
     if min(request.ids) < 0 or max(request.ids) >= self.cfg.vocab:
       raise ValueError(f"input_ids holds an id outside the vocabulary (0 to {self.cfg.vocab - 1})")
     with self._lock:
       if request.rid in self._live:
-        raise ValueError(f"rid {request.rid!r} is already running")
+        raise ValueError(f"Duplicate request: rid {request.rid!r} is already running")
       self._live.add(request.rid)
       seed = self._rng.integers(0, 2 ** 32, 2, np.uint32)
     if request.seed is not None:
@@ -242,7 +244,7 @@ class Engine:
         self._decode()
         self._log()
     except Exception as e:  # a bug, or the device: nobody may wait for ever
-      logging.exception("the engine died")
+      _log.exception("the engine died")
       error = EngineError(f"the engine died: {e}")
     self._end(error)
     if not self._stopping:
@@ -319,7 +321,7 @@ class Engine:
     seconds = time.monotonic() - then
     if seconds >= LOG_EVERY_S:
       rate = {k: (v - before[k]) / seconds for k, v in self.counts.items()}
-      logging.info("%d running, %d queued; tokens/s: %.0f sampled, %.0f prefilled, %.0f reused",
+      _log.info("%d running, %d queued; tokens/s: %.0f sampled, %.0f prefilled, %.0f reused",
                    *self.load, rate["output_tokens"], rate["prefill_tokens"], rate["cached_tokens"])
       self._logged = (time.monotonic(), dict(self.counts))
 

@@ -1,0 +1,158 @@
+"""The inference server as a child process: started, watched, restarted, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+
+class ServerError(RuntimeError):
+  """The server could not be started or has died; the text holds the end of its log."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+  """A TCP port that nobody listens on just now."""
+  with socket.socket() as sock:
+    sock.bind((host, 0))
+    return sock.getsockname()[1]
+
+
+class ServerProcess:
+  """`python -m kr.serve` on one policy. Also a context manager: started and healthy inside.
+
+  model: policy checkpoint or Hugging Face directory. version: the number of these weights.
+  slots, max_len, seed, warm_up: as in kr.serve. log: file that its output is appended to
+  (None: this process's standard error). compile_cache: directory of compiled programs;
+  None: kr.serve's default. env: additions to the environment.
+
+  The server runs in a session of its own, so that Ctrl-C reaches the trainer alone, and
+  ends when its standard input closes: also when the trainer is killed.
+  """
+
+  def __init__(self, model: str | os.PathLike, *, slots: int = 64, max_len: int = 1024, seed: int = 0,
+               version: int = 0, warm_up: bool = False, log: str | os.PathLike | None = None,
+               compile_cache: str | os.PathLike | None = None, host: str = "127.0.0.1",
+               start_timeout_s: float = 120.0, env: dict[str, str] | None = None):
+    self.model, self.version = str(model), int(version)
+    self._flags = dict(slots=slots, max_len=max_len, seed=seed, warm_up=str(warm_up).lower())
+    if compile_cache is not None:
+      self._flags["compile_cache"] = str(compile_cache)
+    self._log = None if log is None else pathlib.Path(log)
+    self._host, self._port = host, 0
+    self._start_timeout_s = start_timeout_s
+    self._env = dict(env or {})
+    self._process: subprocess.Popen | None = None
+    self.restarts = 0
+
+  @property
+  def url(self) -> str:
+    """Where it listens; the same after a restart. Known once it has been started."""
+    return f"http://{self._host}:{self._port}"
+
+  @property
+  def pid(self) -> int | None:
+    return self._process.pid if self._process else None
+
+  def start(self) -> None:
+    """Spawns the process; returns at once. Nothing happens when it runs already."""
+    if self.alive():
+      return
+    self._port = self._port or free_port(self._host)
+    flags = dict(self._flags, model=self.model, weight_version=self.version, host=self._host, port=self._port)
+    command = [sys.executable, "-m", "kr.serve", "--exit_with_stdin", *(f"--{k}={v}" for k, v in flags.items())]
+    root = pathlib.Path(__file__).resolve().parent.parent.parent
+    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
+    log = None
+    if self._log is not None:
+      self._log.parent.mkdir(parents=True, exist_ok=True)
+      log = open(self._log, "ab")
+    try:
+      self._process = subprocess.Popen(
+          command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+          env={**os.environ, "PYTHONPATH": path, **self._env})
+    finally:
+      if log is not None:
+        log.close()
+
+  def wait_healthy(self, timeout_s: float | None = None) -> None:
+    """Blocks until `/health` answers. Raises ServerError when it dies or takes too long."""
+    deadline = time.monotonic() + (self._start_timeout_s if timeout_s is None else timeout_s)
+    while not self.healthy():
+      if not self.alive():
+        status = self._process.returncode if self._process else None
+        raise ServerError(f"the inference server ended with status {status} before it was ready{self._tail()}")
+      if time.monotonic() > deadline:
+        self.stop()
+        raise ServerError(f"the inference server was not ready in time; raise start_timeout_s{self._tail()}")
+      time.sleep(0.1)
+
+  def alive(self) -> bool:
+    """Whether the process runs."""
+    return self._process is not None and self._process.poll() is None
+
+  def healthy(self, timeout_s: float = 5.0) -> bool:
+    """Whether the process runs and answers."""
+    if not self.alive():
+      return False
+    try:
+      opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+      with opener.open(f"{self.url}/health", timeout=timeout_s) as response:
+        return response.status == 200
+    except (urllib.error.URLError, OSError):
+      return False
+
+  def restart(self, model: str | os.PathLike | None = None, version: int | None = None) -> None:
+    """Ends what is left and starts again at the same address, with other weights if given.
+
+    Blocks until it is healthy. Raises ServerError.
+    """
+    self.stop()
+    self.model = self.model if model is None else str(model)
+    self.version = self.version if version is None else int(version)
+    self.restarts += 1
+    self.start()
+    self.wait_healthy()
+
+  def stop(self, timeout_s: float = 8.0) -> None:
+    """Ends the whole process group: asks, then kills. Safe to call at any time, twice too."""
+    process, self._process = self._process, None
+    if process is None:
+      return
+    for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+      try:
+        os.killpg(process.pid, number)  # its own session: the group has the process's id
+      except ProcessLookupError:
+        pass
+      try:
+        process.wait(wait_s)
+      except subprocess.TimeoutExpired:
+        continue
+      if number == signal.SIGKILL:
+        break
+    if process.stdin:
+      process.stdin.close()
+
+  def _tail(self, count: int = 15) -> str:
+    if self._log is None or not self._log.is_file():
+      return ""
+    lines = self._log.read_text(errors="replace").splitlines()[-count:]
+    return f"; the end of {self._log}:\n  " + "\n  ".join(lines) if lines else ""
+
+  def __enter__(self) -> "ServerProcess":
+    try:
+      self.start()
+      self.wait_healthy()
+    except BaseException:
+      self.stop()
+      raise
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.stop()
