@@ -35,22 +35,28 @@ from kr.model import checkpoint
 from kr.model import hf
 from kr.model import request as protocol
 from kr.model.config import ModelConfig
-from kr.model.engine import Engine, EngineError, Request, Result
+from kr.model.engine import Engine, EngineError
 
-_CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "kr" / "xla"
+_CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kr" / "xla"
 
-_MODEL = flags.DEFINE_string("model", None, "Policy checkpoint or Hugging Face directory.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Policy checkpoint or Hugging Face directory.", required=True)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
-_PORT = flags.DEFINE_integer("port", 30000, "Port to listen on; 0 takes a free one and logs it.", 0, 65535)
+_PORT = flags.DEFINE_integer(
+    "port", 30000, "Port to listen on; 0 takes a free one and logs it.", 0, 65535)
 _SLOTS = flags.DEFINE_integer("slots", 64, "Requests that run at once; further ones queue.", 1)
-_MAX_LEN = flags.DEFINE_integer("max_len", 1024, "Longest prompt and output together, in tokens.", 2)
+_MAX_LEN = flags.DEFINE_integer(
+    "max_len", 1024, "Longest prompt and output together, in tokens.", 2)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the requests that bring none of their own.", 0)
 _VERSION = flags.DEFINE_string("weight_version", "0", "The version of the weights in --model.")
-_WARM_UP = flags.DEFINE_bool("warm_up", False, "Compile the most common shapes before the first request.")
+_WARM_UP = flags.DEFINE_bool(
+    "warm_up", False, "Compile the most common shapes before the first request.")
 _COMPILE_CACHE = flags.DEFINE_string(
-    "compile_cache", str(_CACHE), "Directory that keeps compiled programs for the next start; empty: none.")
+    "compile_cache", str(_CACHE),
+    "Directory that keeps compiled programs for the next start; empty: none.")
 _EXIT_WITH_STDIN = flags.DEFINE_bool(
-    "exit_with_stdin", False, "End at once when standard input closes, as it does when the parent dies.")
+    "exit_with_stdin", False,
+    "End at once when standard input closes, as it does when the parent dies.")
 
 _MAX_BODY_BYTES = 64 * 2 ** 20
 _HEALTH_TIMEOUT_S = 20.0
@@ -64,15 +70,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def load(path: str) -> tuple[Any, ModelConfig]:
   """(params, config) of a policy checkpoint or a Hugging Face directory. Raises ValueError."""
   if not os.path.isdir(path):
-    raise ValueError(f"there is no model at {path}: give the directory of a policy checkpoint or of a "
-                     "Hugging Face model")
+    raise ValueError(f"there is no model at {path}: give the directory of a policy checkpoint or "
+                     "of a Hugging Face model")
   if os.path.isfile(os.path.join(path, "config.json")):
     return hf.load(path)
   return checkpoint.restore_policy(path)
 
 
 def eos_ids(path: str) -> frozenset[int]:
-  """The end-of-sequence ids that a Hugging Face directory declares; a policy checkpoint has none."""
+  """The end-of-sequence ids that a Hugging Face directory declares; a checkpoint has none."""
   ids: set[int] = set()
   for name in ("config.json", "generation_config.json"):
     try:
@@ -84,8 +90,9 @@ def eos_ids(path: str) -> frozenset[int]:
 
 
 def _error(status: int, message: str) -> web.Response:
-  return web.json_response({"error": {"message": message, "type": "BadRequest" if status < 500 else "Internal",
-                                      "code": status}}, status=status)
+  kind = "BadRequest" if status < 500 else "ServerError"
+  return web.json_response(
+      {"error": {"message": message, "type": kind, "code": status}}, status=status)
 
 
 @web.middleware
@@ -130,13 +137,15 @@ class Server:
   def application(self) -> web.Application:
     application = web.Application(middlewares=[_errors], client_max_size=_MAX_BODY_BYTES)
     both = {
-        "/health": self.health, "/health_generate": self.health_generate, "/flush_cache": self.flush_cache,
-        "/model_info": self.model_info, "/get_model_info": self.model_info, "/v1/models": self.models,
+        "/health": self.health, "/health_generate": self.health_generate,
+        "/model_info": self.model_info, "/get_model_info": self.model_info,
         "/server_info": self.server_info, "/get_server_info": self.server_info,
+        "/flush_cache": self.flush_cache, "/v1/models": self.models,
     }
     post = {
         "/generate": self.generate, "/update_weights_from_disk": self.update_weights,
-        "/pause_generation": self.pause, "/continue_generation": self.resume, "/abort_request": self.abort,
+        "/pause_generation": self.pause, "/continue_generation": self.resume,
+        "/abort_request": self.abort,
     }
     for path, handler in both.items():
       application.router.add_get(path, handler)
@@ -150,7 +159,7 @@ class Server:
     answers = [protocol.answer(q, r) for q, r in zip(requests, results)]
     return web.json_response(answers if batched else answers[0])
 
-  async def _run(self, requests: list[Request]) -> list[Result]:
+  async def _run(self, requests: list[protocol.Request]) -> list[protocol.Result]:
     """Runs requests; when the client goes away or one is refused, the others are aborted."""
     futures, done = [], False
     try:
@@ -170,32 +179,35 @@ class Server:
   async def update_weights(self, request: web.Request) -> web.Response:
     body = await _body(request)
     protocol.check_types(body, {"model_path": str}, {
-        "weight_version": (str, int), "flush_cache": bool, "abort_all_requests": bool, "load_format": str,
-        "keep_pause": bool, "is_async": bool, "token_step": int, "torch_empty_cache": bool,
-        "recapture_cuda_graph": bool, "manifest": dict})
+        "weight_version": (str, int), "flush_cache": bool, "abort_all_requests": bool,
+        "load_format": str, "keep_pause": bool, "is_async": bool, "token_step": int,
+        "torch_empty_cache": bool, "recapture_cuda_graph": bool, "manifest": dict})
     path, version = body["model_path"], body.get("weight_version")
+    version = None if version is None else str(version)
+    flush, abort_all = body.get("flush_cache") is not False, bool(body.get("abort_all_requests"))
     async with self._updating:
       started = time.monotonic()
       try:
         params, cfg = await asyncio.to_thread(load, path)
         self._check_config(cfg)
         future = await asyncio.to_thread(
-            self._engine.update, params, None if version is None else str(version),
-            flush=body.get("flush_cache") is not False, abort_all=bool(body.get("abort_all_requests")))
+            self._engine.update, params, version, flush=flush, abort_all=abort_all)
       except (ValueError, OSError) as e:
         return web.json_response({"success": False, "message": f"Failed to update weights: {e}",
                                   "num_paused_requests": 0}, status=400)
       paused = await asyncio.shield(asyncio.wrap_future(future))
       self._model = path
-      _log.info("weights: version %s from %s in %.2f s", self._engine.version, path, time.monotonic() - started)
+      _log.info("weights: version %s from %s in %.2f s", self._engine.version, path,
+                time.monotonic() - started)
     return web.json_response({"success": True, "message": "Succeeded to update model weights.",
                               "num_paused_requests": paused})
 
   def _check_config(self, cfg: ModelConfig) -> None:
     served = self._engine.cfg
     for name in ("heads", "kv_heads", "rope_theta", "norm_eps", "tied"):
-      if getattr(cfg, name) != getattr(served, name):
-        raise ValueError(f"the new model has {name}={getattr(cfg, name)}, the served one {getattr(served, name)}")
+      new, old = getattr(cfg, name), getattr(served, name)
+      if new != old:
+        raise ValueError(f"the new model has {name}={new}, the served one {old}")
 
   async def pause(self, request: web.Request) -> web.Response:
     mode = (await _body(request)).get("mode", "abort")
@@ -227,8 +239,8 @@ class Server:
     while not await asyncio.wrap_future(self._engine.flush()):
       if not time.monotonic() < deadline:
         running, queued = self._engine.load
-        return web.Response(status=400, text=f"The cache was not flushed: {running} requests are running, "
-                                             f"{queued} are queued.\n")
+        return web.Response(status=400, text=f"The cache was not flushed: {running} requests are "
+                                             f"running, {queued} are queued.\n")
       await asyncio.sleep(0.02)
     return web.Response(text="Cache flushed.\n")
 
@@ -239,7 +251,7 @@ class Server:
     """200 when a token comes out; a paused server is healthy as well."""
     if self._engine.paused:
       return await self.health(request)
-    probe = Request(rid=f"health.{uuid.uuid4().hex}", ids=[0], max_new_tokens=1)
+    probe = protocol.Request(rid=f"health.{uuid.uuid4().hex}", ids=[0], max_new_tokens=1)
     try:
       await asyncio.wait_for(self._run([probe]), _HEALTH_TIMEOUT_S)
     except asyncio.TimeoutError:
@@ -255,14 +267,16 @@ class Server:
 
   async def models(self, request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [
-        {"id": self._model, "object": "model", "owned_by": "kr", "max_model_len": self._engine.max_len}]})
+        {"id": self._model, "object": "model", "owned_by": "kr",
+         "max_model_len": self._engine.max_len}]})
 
   async def server_info(self, request: web.Request) -> web.Response:
     running, queued = self._engine.load
     return web.json_response({
         **self._settings, "model_path": self._model, "weight_version": self._engine.version,
-        "vocab_size": self._engine.cfg.vocab, "context_length": self._engine.max_len, "paused": self._engine.paused,
-        "running": running, "queued": queued, "uptime_s": round(time.time() - self._started, 1),
+        "vocab_size": self._engine.cfg.vocab, "context_length": self._engine.max_len,
+        "paused": self._engine.paused, "running": running, "queued": queued,
+        "uptime_s": round(time.time() - self._started, 1),
         "counts": self._engine.counts})
 
 
@@ -273,7 +287,8 @@ def _settings() -> dict[str, Any]:
   except importlib.metadata.PackageNotFoundError:  # run from a clone that is not installed
     version = "unknown"
   return {
-      "server": "kr", "version": version, "jax_version": jax.__version__, "device": jax.devices()[0].platform,
+      "server": "kr", "version": version, "jax_version": jax.__version__,
+      "device": jax.devices()[0].platform,
       "dtype": "float32", "max_running_requests": _SLOTS.value, "random_seed": _SEED.value,
       "tool_call_parser": None, "reasoning_parser": None, "grammar_backend": "none",
       "preferred_sampling_params": None, "speculative_algorithm": None,

@@ -66,7 +66,8 @@ def _write(cache: Cache, new: Cache, old: Cache, slot: jax.Array, start: jax.Arr
 
   def scatter(old, update, axis):
     numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, axis))
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0, axis))
     return jax.lax.scatter(old, jnp.stack([slot, start], -1), update, numbers, mode="clip")
 
   return Cache(tuple(scatter(o, n, 3) for o, n in zip(cache.k, new.k)),
@@ -92,12 +93,12 @@ def _attention(q, old_k, old_v, new_k, new_v, visible):
 
 def _chunk(params, cfg: ModelConfig, cache: Cache, tokens, slot, start, span: int):
   """Runs a chunk of known tokens [B,T] at positions start + 0..T-1 -> (hidden [B,T,D], cache)."""
-  T = tokens.shape[1]
+  B, T = tokens.shape
   old = _read(cache, slot, span)
   fresh_k, fresh_v = [], []
   seen = jnp.arange(span) < start[:, None, None]  # [B,1,S]
-  visible = jnp.concatenate([jnp.broadcast_to(seen, (len(tokens), T, span)),
-                             jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (len(tokens), T, T))], -1)
+  visible = jnp.concatenate([jnp.broadcast_to(seen, (B, T, span)),
+                             jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))], -1)
 
   def attend(layer, q, k, v):
     fresh_k.append(k.transpose(0, 2, 3, 1))
@@ -133,8 +134,10 @@ def score(params, cache: Cache, tokens, targets, slot, start, *, cfg: ModelConfi
   return out.reshape(tokens.shape), cache
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "span", "steps", "truncate"), donate_argnames="cache")
-def decode(params, cache: Cache, rows: Rows, *, cfg: ModelConfig, span: int, steps: int, truncate: bool):
+@functools.partial(jax.jit, static_argnames=("cfg", "span", "steps", "truncate"),
+                   donate_argnames="cache")
+def decode(params, cache: Cache, rows: Rows, *, cfg: ModelConfig, span: int, steps: int,
+           truncate: bool):
   """Samples `steps` tokens for each row -> (tokens [B,steps], logprobs [B,steps], cache).
 
   `span` >= max(position). `truncate`: some row uses top_p, top_k or min_p. A row whose
@@ -200,7 +203,8 @@ def _truncated(p: jax.Array, rows: Rows) -> jax.Array:
   keep = ((jnp.arange(p.shape[-1]) < rows.top_k[:, None])
           & (before <= rows.top_p[:, None])
           & (ranked >= ranked[:, :1] * rows.min_p[:, None]))
-  return jnp.put_along_axis(jnp.zeros_like(p), order, jnp.where(keep, ranked, 0.0), -1, inplace=False)
+  kept = jnp.where(keep, ranked, 0.0)
+  return jnp.put_along_axis(jnp.zeros_like(p), order, kept, -1, inplace=False)
 
 
 def _draw(p: jax.Array, u: jax.Array) -> jax.Array:

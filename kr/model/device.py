@@ -50,7 +50,8 @@ class Device:
 
   def check(self, params: Any) -> None:
     """Raises ValueError unless the tree has the shapes of the model that is served."""
-    old, new = ({jax.tree_util.keystr(k): np.shape(v) for k, v in jax.tree_util.tree_leaves_with_path(tree)}
+    old, new = ({jax.tree_util.keystr(path): np.shape(a)
+                 for path, a in jax.tree_util.tree_leaves_with_path(tree)}
                 for tree in (self.params, params))
     wrong = [f"{k} is {new.get(k, 'missing')}, the model has {old.get(k, 'none')}"
              for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
@@ -59,8 +60,8 @@ class Device:
 
   def copy(self, source: int, target: int, tokens: int) -> None:
     """Copies the first tokens of one slot's cache to another's."""
-    self._cache = decode.copy(self._cache, np.array([source], np.int32), np.array([target], np.int32),
-                              span=bucket(tokens, self.spans))
+    source, target = np.array([source], np.int32), np.array([target], np.int32)
+    self._cache = decode.copy(self._cache, source, target, span=bucket(tokens, self.spans))
 
   def chunk(self, slot: int) -> int:
     """The chunk length that suits what the slot is missing."""
@@ -92,7 +93,8 @@ class Device:
           self.params, self._cache, tokens, targets, slot, start, cfg=self.cfg, span=span)
       out = np.asarray(out)
     else:
-      self._cache = decode.prefill(self.params, self._cache, tokens, slot, start, cfg=self.cfg, span=span)
+      self._cache = decode.prefill(
+          self.params, self._cache, tokens, slot, start, cfg=self.cfg, span=span)
     scores = []
     for i, s in enumerate(slots):
       n = min(T, int(S.known[s]) - 1 - int(start[i]))
@@ -126,7 +128,7 @@ class Device:
     """Compiles the programs of the `spans` shortest spans by running them on the padding slot."""
     cfg, last = self.cfg, self.slots.count
     for span in self.spans[:spans]:
-      self._cache = decode.copy(self._cache, np.full(1, last, np.int32), np.full(1, last, np.int32), span=span)
+      self.copy(last, last, span)
       for B in self.rows:
         zero, one = np.zeros(B, np.int32), np.ones(B, np.float32)
         rows = decode.Rows(zero + last, zero, zero, np.zeros((B, 2), np.uint32), one, one,
@@ -137,6 +139,6 @@ class Device:
       for T in self.chunks:
         for B in (r for r in PREFILL_ROWS if r <= self.row_limit(T)):
           zero = np.zeros(B, np.int32)
-          self._cache = decode.prefill(self.params, self._cache, np.zeros((B, T), np.int32), zero + last, zero,
-                                       cfg=cfg, span=span)
+          self._cache = decode.prefill(self.params, self._cache, np.zeros((B, T), np.int32),
+                                       zero + last, zero, cfg=cfg, span=span)
     jax.block_until_ready(self._cache)

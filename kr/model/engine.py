@@ -12,7 +12,6 @@ the newest is the input of the decode step that samples its successor.
 from __future__ import annotations
 
 from concurrent.futures import Future
-import dataclasses
 import logging
 import queue
 import threading
@@ -23,52 +22,17 @@ import numpy as np
 
 from kr.model.config import ModelConfig
 from kr.model.device import Device
+from kr.model.request import Request, Result
 
 PREFILLS_PER_DECODE = 4  # so that long prompts do not starve those who decode
 LOG_EVERY_S = 20.0
+_ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 _log = logging.getLogger("kr.engine")
 
 
 class EngineError(Exception):
   """The engine cannot carry this out; the text says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """What to sample. ids: the prompt. seed None: the engine draws one.
-
-  top_k <= 0, top_p 1 and min_p 0 switch these off; temperature 0 is greedy.
-  score_from >= 0: also return the logprobs of ids[score_from + 1:].
-  """
-  rid: str
-  ids: list[int]
-  max_new_tokens: int = 128
-  temperature: float = 1.0
-  top_p: float = 1.0
-  top_k: int = -1
-  min_p: float = 0.0
-  seed: int | None = None
-  stop_ids: frozenset[int] = frozenset()
-  score_from: int = -1
-
-
-@dataclasses.dataclass
-class Result:
-  """What came out. finish: SGLang's finish_reason. logprobs: natural log, one a token of ids.
-
-  versions: (version, start, end), half open, over ids. input_logprobs[i] belongs to the
-  prompt's token score_from + 1 + i. cached_tokens: prompt tokens not computed again.
-  version: that of the newest token.
-  """
-  ids: list[int]
-  logprobs: list[float]
-  versions: list[tuple[str, int, int]]
-  version: str
-  finish: dict[str, Any]
-  cached_tokens: int
-  retractions: int
-  input_logprobs: list[float]
 
 
 class _Job:
@@ -143,7 +107,8 @@ class Engine:
     if not n:
       raise ValueError("input_ids is empty")
     if n > limit:
-      raise ValueError(f"The input ({n} tokens) is longer than the context length allows ({limit} tokens)")
+      raise ValueError(f"The input ({n} tokens) is longer than the context length allows "
+                       f"({limit} tokens)")
     if min(request.ids) < 0 or max(request.ids) >= self.cfg.vocab:
       raise ValueError(f"input_ids holds an id outside the vocabulary (0 to {self.cfg.vocab - 1})")
     with self._lock:
@@ -287,7 +252,7 @@ class Engine:
       if rid is None or job.request.rid == rid:
         if job.slot < 0:
           self._waiting.remove(job)
-        self._finish(job, {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
+        self._finish(job, dict(_ABORTED))
 
   def _pause(self, mode: str) -> int:
     count = sum(self.load)
@@ -382,10 +347,9 @@ class Engine:
     slots = [s for s in self._jobs if not self._slots.missing(s)]
     if not slots:
       return
-    vocab = self.cfg.vocab
     requests = [self._jobs[s].request for s in slots]
-    sampling = np.array([(r.temperature, r.top_p, r.top_k if 0 < r.top_k < vocab else vocab, r.min_p)
-                         for r in requests], np.float32)
+    sampling = np.array([(r.temperature, r.top_p, r.top_k if r.top_k > 0 else self.cfg.vocab,
+                          r.min_p) for r in requests], np.float32)
     ids, logprobs = self._device.decode(slots, [self._jobs[s].seed for s in slots], sampling)
     for slot, *sampled in zip(slots, ids, logprobs):
       self._extend(self._jobs[slot], *sampled)

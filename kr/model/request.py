@@ -1,4 +1,4 @@
-"""The JSON of `/generate`: what a request may say, and what the answer looks like.
+"""What a request may ask of the engine, what comes back, and both as the JSON of `/generate`.
 
 The contract is SGLang's native API. What this server does not do is refused by name,
 never ignored: a setting without effect would be a silent change of the distribution.
@@ -6,11 +6,47 @@ never ignored: a setting without effect would be a silent change of the distribu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 import uuid
 
-from kr.model.engine import Request, Result
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What to sample. ids: the prompt. seed None: the engine draws one.
+
+  top_k <= 0, top_p 1 and min_p 0 switch these off; temperature 0 is greedy.
+  score_from >= 0: also return the logprobs of ids[score_from + 1:].
+  """
+  rid: str
+  ids: list[int]
+  max_new_tokens: int = 128
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = -1
+  min_p: float = 0.0
+  seed: int | None = None
+  stop_ids: frozenset[int] = frozenset()
+  score_from: int = -1
+
+
+@dataclasses.dataclass
+class Result:
+  """What came out. finish: SGLang's finish_reason. logprobs: natural log, one a token of ids.
+
+  versions: (version, start, end), half open, over ids. input_logprobs[i] belongs to the
+  prompt's token score_from + 1 + i. cached_tokens: prompt tokens not computed again.
+  version: that of the newest token.
+  """
+  ids: list[int]
+  logprobs: list[float]
+  versions: list[tuple[str, int, int]]
+  version: str
+  finish: dict[str, Any]
+  cached_tokens: int
+  retractions: int
+  input_logprobs: list[float]
 
 
 class BadRequest(ValueError):
@@ -26,12 +62,13 @@ _NEUTRAL = {
 }
 # Settings about text, of which this server has none.
 _TEXTUAL = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
-_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "sampling_seed", "stop_token_ids",
-             "ignore_eos")
-_BODY = ("input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream", "session_id",
-         "priority", "routing_key")
-_BODY_NEUTRAL = {"top_logprobs_num": (0, None), "token_ids_logprob": (None, []), "return_hidden_states": (False, None),
-                 "return_text_in_logprobs": (False, True, None)}
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "sampling_seed",
+             "stop_token_ids", "ignore_eos")
+_BODY = ("input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+         "session_id", "priority", "routing_key")
+_BODY_NEUTRAL = {
+    "top_logprobs_num": (0, None), "token_ids_logprob": (None, []),
+    "return_hidden_states": (False, None), "return_text_in_logprobs": (False, True, None)}
 
 
 def check_types(body: dict[str, Any], required: dict[str, Any], optional: dict[str, Any]) -> None:
@@ -45,17 +82,20 @@ def check_types(body: dict[str, Any], required: dict[str, Any], optional: dict[s
       raise BadRequest(f"{key} is not supported")
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if value is not None and type(value) not in kinds:
-      raise BadRequest(f"{key} must be {' or '.join(k.__name__ for k in kinds)}, not {type(value).__name__}")
+      wanted = " or ".join(kind.__name__ for kind in kinds)
+      raise BadRequest(f"{key} must be {wanted}, not {type(value).__name__}")
 
 
-def _number(params: dict[str, Any], key: str, default: float, low: float, high: float, above: bool = False) -> float:
+def _number(params: dict[str, Any], key: str, default: float, low: float, high: float,
+            above: bool = False) -> float:
   value = params.get(key)
   if value is None:
     return default
   if type(value) not in (int, float) or not math.isfinite(value):
     raise BadRequest(f"{key} must be a number, not {value!r}")
   if not low <= value <= high or (above and value == low):
-    raise BadRequest(f"{key}={value!r} must be {'above' if above else 'at least'} {low:g} and at most {high:g}")
+    bound = "above" if above else "at least"
+    raise BadRequest(f"{key}={value!r} must be {bound} {low:g} and at most {high:g}")
   return float(value)
 
 
@@ -72,7 +112,7 @@ def _integer(params: dict[str, Any], key: str, default: int | None, low: int) ->
 
 def _flag(params: dict[str, Any], key: str) -> bool:
   value = params.get(key)
-  if value not in (None, True, False) or isinstance(value, (int, float)) and not isinstance(value, bool):
+  if value is not None and type(value) is not bool:
     raise BadRequest(f"{key} must be true or false, not {value!r}")
   return bool(value)
 
@@ -83,12 +123,13 @@ def _ids(value: Any, key: str) -> list[int]:
   return value
 
 
-def _unsupported(params: dict[str, Any], known: tuple[str, ...], neutral: dict[str, tuple], what: str) -> None:
+def _unsupported(params: dict[str, Any], known: tuple[str, ...], neutral: dict[str, tuple],
+                 what: str) -> None:
   for key, value in params.items():
     if key in neutral:
       if value not in neutral[key]:
-        raise BadRequest(f"{what} {key}={value!r} is not supported: this server samples from the model's own "
-                         "distribution; leave it out")
+        raise BadRequest(f"{what} {key}={value!r} is not supported: this server samples from the "
+                         "model's own distribution; leave it out")
     elif key not in known:
       raise BadRequest(f"{what} {key} is not known to this server")
 
@@ -141,7 +182,8 @@ def parse(body: dict[str, Any], eos: frozenset[int]) -> tuple[list[Request], boo
   for rid, prompt, settings in zip(rids, prompts, per_prompt):
     prompt = _ids(prompt, "input_ids")
     if score_from >= max(len(prompt), 1):
-      raise BadRequest(f"logprob_start_len={score_from} is past the end of the prompt of {len(prompt)} tokens")
+      raise BadRequest(f"logprob_start_len={score_from} is past the end of the prompt of "
+                       f"{len(prompt)} tokens")
     requests.append(Request(rid=rid, ids=prompt, score_from=score_from, **sampling(settings, eos)))
   return requests, batched
 
@@ -151,9 +193,10 @@ def _rids(rid: Any, count: int, batched: bool) -> list[str]:
     return [uuid.uuid4().hex for _ in range(count)]
   if isinstance(rid, str) and rid:
     return [f"{rid}_{i}" for i in range(count)] if batched else [rid]
-  if batched and isinstance(rid, list) and len(rid) == count and all(isinstance(r, str) and r for r in rid):
-    return rid
-  raise BadRequest("rid must be a non-empty string" + (", or one for each prompt" if batched else ""))
+  if batched and isinstance(rid, list) and len(rid) == count:
+    if all(isinstance(r, str) and r for r in rid):
+      return rid
+  raise BadRequest("rid must be a non-empty string, or a list of one for each prompt of a batch")
 
 
 def answer(request: Request, result: Result) -> dict[str, Any]:
@@ -162,11 +205,12 @@ def answer(request: Request, result: Result) -> dict[str, Any]:
       "id": request.rid, "finish_reason": result.finish, "prompt_tokens": len(request.ids),
       "completion_tokens": len(result.ids), "cached_tokens": result.cached_tokens,
       "weight_version": result.version, "num_retractions": result.retractions,
-      "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in result.versions],
+      "weight_versions": [{"version": v, "start": start, "end": end}
+                          for v, start, end in result.versions],
       "output_token_logprobs": [[p, t, None] for p, t in zip(result.logprobs, result.ids)],
       "input_token_logprobs": [],
   }
   if request.score_from >= 0:  # the first has no predecessor within the range, hence no logprob
-    scored = [None, *result.input_logprobs]
-    meta["input_token_logprobs"] = [[p, t, None] for p, t in zip(scored, request.ids[request.score_from:])]
+    scored = zip([None, *result.input_logprobs], request.ids[request.score_from:])
+    meta["input_token_logprobs"] = [[p, t, None] for p, t in scored]
   return {"text": "", "output_ids": result.ids, "meta_info": meta}

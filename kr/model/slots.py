@@ -50,8 +50,8 @@ class Slots:
     if self.busy[:n].all():
       return None
     differs = self.held[:n, :usable] != tokens[:usable]
-    common = np.where(differs.any(1), differs.argmax(1), usable) if usable else np.zeros(n, np.int64)
-    common = np.where(self.stale[:n], 0, common)
+    differs = np.concatenate([differs, np.ones((n, 1), bool)], 1)  # at `usable` at the latest
+    common = np.where(self.stale[:n], 0, differs.argmax(1))
     have = np.minimum(common, self.filled[:n])
     source = int(have.argmax())
     if np.minimum(common, self.known[:n]).max() >= have[source] + 2 * SHARE_TOKENS:

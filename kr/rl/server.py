@@ -36,8 +36,9 @@ class ServerProcess:
   ends when its standard input closes: also when the trainer is killed.
   """
 
-  def __init__(self, model: str | os.PathLike, *, slots: int = 64, max_len: int = 1024, seed: int = 0,
-               version: int = 0, warm_up: bool = False, log: str | os.PathLike | None = None,
+  def __init__(self, model: str | os.PathLike, *, slots: int = 64, max_len: int = 1024,
+               seed: int = 0, version: int = 0, warm_up: bool = False,
+               log: str | os.PathLike | None = None,
                compile_cache: str | os.PathLike | None = None, host: str = "127.0.0.1",
                start_timeout_s: float = 120.0, env: dict[str, str] | None = None):
     self.model, self.version = str(model), int(version)
@@ -65,8 +66,10 @@ class ServerProcess:
     if self.alive():
       return
     self._port = self._port or free_port(self._host)
-    flags = dict(self._flags, model=self.model, weight_version=self.version, host=self._host, port=self._port)
-    command = [sys.executable, "-m", "kr.serve", "--exit_with_stdin", *(f"--{k}={v}" for k, v in flags.items())]
+    flags = dict(self._flags, model=self.model, weight_version=self.version, host=self._host,
+                 port=self._port)
+    command = [sys.executable, "-m", "kr.serve", "--exit_with_stdin",
+               *(f"--{k}={v}" for k, v in flags.items())]
     root = pathlib.Path(__file__).resolve().parent.parent.parent
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
     log = None
@@ -87,10 +90,12 @@ class ServerProcess:
     while not self.healthy():
       if not self.alive():
         status = self._process.returncode if self._process else None
-        raise ServerError(f"the inference server ended with status {status} before it was ready{self._tail()}")
+        raise ServerError(f"the inference server ended with status {status} before it was ready"
+                          f"{self._tail()}")
       if time.monotonic() > deadline:
         self.stop()
-        raise ServerError(f"the inference server was not ready in time; raise start_timeout_s{self._tail()}")
+        raise ServerError("the inference server was not ready in time; raise start_timeout_s"
+                          f"{self._tail()}")
       time.sleep(0.1)
 
   def alive(self) -> bool:
