@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 import html
 import json
+import os
+import pathlib
 from typing import Any
 import unicodedata
 
@@ -21,6 +23,21 @@ Decode = Callable[[list[int]], str]
 def page(title: str, body: str) -> str:
   """A whole HTML page; `title` and `body` are HTML."""
   return _PAGE.format(title=title, style=_STYLE, body=body)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+  """Writes a file so that a reader sees the old one or the new one, never a half."""
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  fresh = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    with fresh.open("w", encoding="utf-8") as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(fresh, path)
+  finally:
+    fresh.unlink(missing_ok=True)
 
 
 def printable(value: Any) -> str:

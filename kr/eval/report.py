@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import json
 import math
 import os
-import pathlib
 from typing import Any
 
 from kr.eval import page
@@ -61,7 +60,7 @@ def write_summary(
   summary = {"before": flatten(before), "after": flatten(after),
              "max_logprob_gap": max_logprob_gap, "minutes": dict(minutes), "config": config,
              "commit": commit, "hardware": hardware, "seed": seed, **more}
-  write_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+  page.write_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
   return summary
 
 
@@ -130,7 +129,7 @@ def write_report(
       _details(summary),
   ])
   title = f"kr: {_number(head[0]['pass@1'])} → {_number(head[1]['pass@1'])}"
-  write_text(path, page.page(title, body))
+  page.write_text(path, page.page(title, body))
 
 
 def sample_pairs(
@@ -261,18 +260,3 @@ def _details(summary: Mapping[str, Any]) -> str:
       "<details><summary>Config</summary><pre>"
       f"{page.text(json.dumps(summary['config'], indent=2, ensure_ascii=False))}</pre></details>"
       "</section>")
-
-
-def write_text(path: str | os.PathLike, text: str) -> None:
-  """Writes a file so that a reader sees the old one or the new one, never a half."""
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  fresh = path.with_name(f".{path.name}.{os.getpid()}")
-  try:
-    with fresh.open("w", encoding="utf-8") as file:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(fresh, path)
-  finally:
-    fresh.unlink(missing_ok=True)
