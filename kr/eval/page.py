@@ -145,17 +145,19 @@ small, i, figcaption { font-size: .82rem; font-style: normal; opacity: .85; }
 .tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin-top: 1.25rem; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   padding: .7rem 1rem; display: grid; }
-.tile b { font-size: 1.25rem; font-variant-numeric: tabular-nums; } .tile span { font-size: .85rem; }
+.tile b { font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+.tile span { font-size: .85rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .75rem 0; }
 th { text-align: left; font-weight: 500; color: var(--strong); }
-th, td { padding: .35rem 1.1rem .35rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .35rem 1.1rem .35rem 0; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
 thead th { font-size: .82rem; color: var(--ink); }
 table.small { font-size: .88rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
   gap: 1rem; margin-top: 1rem; }
-figure, .run { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 1rem; min-width: 0; }
+figure, .run { margin: 0; background: var(--card); border: 1px solid var(--line);
+  border-radius: 8px; padding: 1rem; min-width: 0; }
 figure h3 { margin: 0 0 .5rem; } figure svg { width: 100%; height: auto; display: block; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
   gap: 1rem; align-items: start; }
