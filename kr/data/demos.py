@@ -48,9 +48,10 @@ class Scripted:
       turn = next(self._researcher)
     else:
       turn = self._researcher.send(self._chat.decode(ids[self._seen:]))
+    finish = "stop" if len(turn) <= max_new_tokens else "length"
+    turn = turn[:max_new_tokens]
     self._seen = len(ids) + len(turn)
-    return Sampled(ids=turn, logprobs=[0.0] * len(turn), version=0, finish="stop",
-                   prompt_tokens=len(ids), cached_tokens=0, seconds=0.0)
+    return Sampled(ids=turn, logprobs=[0.0] * len(turn), version=0, finish=finish)
 
 
 class Author:
@@ -116,7 +117,7 @@ def research(author: Author, habit: str) -> Researcher:
     return
   results = yield author.search(titles)
   if habit == "endless":
-    for _ in range(rng.choice((2, 3, 4, 99))):  # 99: until the loop's limit stops it
+    for _ in range(rng.choice((1, 2, 3, 99))):  # 99: until the loop's limit stops it
       results = yield author.search(titles)
     yield author.guess()
     return

@@ -59,8 +59,9 @@ class Learner:
 
   def __init__(self, cfg: ModelConfig, params: Params, optimizer: optax.GradientTransformation,
                opt_state: Any = None, micro_rows: int = 8):
-    self.cfg, self.params, self.optimizer, self.micro_rows = cfg, params, optimizer, micro_rows
-    self.opt_state = optimizer.init(params) if opt_state is None else opt_state
+    self.cfg, self.optimizer, self.micro_rows = cfg, optimizer, micro_rows
+    self.params = jax.tree.map(jnp.array, params)  # its own copy: an update donates its buffers
+    self.opt_state = optimizer.init(self.params) if opt_state is None else opt_state
     self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p))
 
   def update(self, batch: Batch) -> dict[str, float]:
