@@ -13,12 +13,19 @@ CFG = ModelConfig(vocab=61, width=16, layers=2, heads=4, kv_heads=2, head_dim=4,
 PARAMS = jax.tree.map(lambda a: a * 1.5, transformer.init(CFG, 3))
 
 
+@jax.jit
+def _logits(tokens):
+  positions = jnp.arange(tokens.shape[1])[None]
+  return transformer.logits(
+      PARAMS, transformer.forward(PARAMS, CFG, tokens, positions, jnp.ones_like(tokens)))
+
+
 def reference(tokens, temperature=1.0):
   """log p [T,V] after each token, by the learner's forward pass over the whole sequence."""
-  tokens = jnp.asarray(tokens)[None]
-  positions = jnp.arange(tokens.shape[1])[None]
-  x = transformer.forward(PARAMS, CFG, tokens, positions, jnp.ones_like(tokens))
-  return np.asarray(jax.nn.log_softmax(transformer.logits(PARAMS, x)[0] / temperature, -1))
+  padded = np.zeros((1, 64), np.int32)
+  padded[0, :len(tokens)] = tokens
+  logits = np.asarray(_logits(padded), np.float64)[0, :len(tokens)] / temperature
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def rows(slot, token, position, *, seed=None, temperature=1.0, top_p=1.0, top_k=None, min_p=0.0):
@@ -95,6 +102,7 @@ def test_the_cache_is_updated_in_place():
   assert [a.unsafe_buffer_pointer() for a in (*cache.k, *cache.v)] == before
 
 
+_sample = jax.jit(decode.sample, static_argnums=3)
 LOGITS = jnp.asarray(np.random.default_rng(4).normal(0, 1.5, 61), jnp.float32)
 DRAWS = 20000
 
@@ -104,7 +112,7 @@ def draw(**settings):
   seed = np.random.default_rng(5).integers(0, 2 ** 32, (DRAWS, 2), np.uint32)
   r = rows(np.zeros(DRAWS, np.int32), 0, 0, seed=seed, **settings)
   truncate = any(k in settings for k in ("top_p", "top_k", "min_p"))
-  tokens, logprobs = decode.sample(jnp.broadcast_to(LOGITS, (DRAWS, 61)), r, r.position, truncate)
+  tokens, logprobs = _sample(jnp.broadcast_to(LOGITS, (DRAWS, 61)), r, r.position, truncate)
   return np.bincount(np.asarray(tokens), minlength=61), np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -144,9 +152,9 @@ def test_a_draw_depends_on_seed_and_position_alone():
   logits = jnp.broadcast_to(LOGITS, (40, 61))
   position = np.arange(40, dtype=np.int32)
   r = rows(np.zeros(40, np.int32), 0, 0, seed=np.full((40, 2), 9))
-  tokens, _ = decode.sample(logits, r, position, False)
+  tokens, _ = _sample(logits, r, position, False)
   one = rows([0], 0, 0, seed=[[9, 9]])
-  alone = [int(decode.sample(logits[:1], one, position[i:i + 1], False)[0][0]) for i in range(40)]
+  alone = [int(_sample(logits[:1], one, position[i:i + 1], False)[0][0]) for i in range(40)]
   assert tokens.tolist() == alone
   assert len(set(alone)) > 5
 
