@@ -19,29 +19,64 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
 
-  # The offline web. The seed is apart from the run's, so that runs of other seeds compare on one world.
+  # The offline web. Its seed is apart from the run's: runs of other seeds share one world.
   c.world = dict(dir="", seed=0, countries=250, cities=5700, elements=118)
-  c.tasks = dict(seed=0, train=4000, heldout=400,
-                 mix=dict(onehop=0.45, twohop=0.25, threehop=0.1, comparison=0.1, arithmetic=0.1))
+  c.tasks = dict(
+    seed=0,
+    train=4000,
+    heldout=400,
+    mix=dict(onehop=0.45, twohop=0.25, threehop=0.1, comparison=0.1, arithmetic=0.1),
+  )
 
-  # The starting policy. It ships with the repository; rebuild=True makes it again (about 20 minutes).
+  # The starting policy. It ships with the repository; rebuild=True makes it again.
   c.start = dict(
-      dir="starts/quickstart", rebuild=False, seed=0,
-      vocab=2048, width=192, layers=4, heads=3, head_dim=64, mlp=512, rope_theta=1e6,
-      demonstrations=12000, steps=900, trajectories_per_step=64, learning_rate=2e-3)
+    dir="starts/quickstart",
+    rebuild=False,
+    seed=0,
+    vocab=2048,
+    width=192,
+    layers=4,
+    heads=3,
+    head_dim=64,
+    mlp=512,
+    rope_theta=1e6,
+    demonstrations=12000,
+    steps=900,
+    trajectories_per_step=64,
+    learning_rate=2e-3,
+  )
 
   c.agent = dict(
-      system="Research the question with the tools, then answer.", declare="brief",
-      max_turns=8, max_context_tokens=768, max_turn_tokens=64, max_calls=2, context="keep")
+    system="Research the question with the tools, then answer.",
+    declare="brief",
+    max_turns=8,
+    max_context_tokens=768,
+    max_turn_tokens=80,
+    max_calls=2,
+  )
   c.tools = dict(top_k=2, snippet_words=8, lines=7, max_chars=600, python_wall_s=5.0)
-  c.server = dict(kind="kr", slots=64, max_len=768, start_timeout_s=120.0, max_restarts=3)
-  c.rollout = dict(concurrency=64, budget_s=0.0)  # 0: no time budget, every trajectory ends in its step
+  c.server = dict(slots=64, max_len=768, start_timeout_s=120.0, max_restarts=3)
+  c.rollout = dict(
+    concurrency=64, budget_s=0.0
+  )  # 0: no time budget, every trajectory ends in its step
 
   c.rl = dict(
-      steps=50, tasks_per_step=8, group_size=8,
-      gamma=0.95, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
-      learning_rate=5e-4, warmup_steps=5, clip_norm=1.0, weight_decay=0.0,
-      row_tokens=768, micro_rows=4, max_logprob_gap=1e-3, keep_checkpoints=2)
+    steps=50,
+    tasks_per_step=8,
+    group_size=8,
+    gamma=0.95,
+    format_penalty=0.2,
+    negatives_keep=0.5,
+    protect_faults=True,
+    learning_rate=5e-4,
+    warmup_steps=5,
+    clip_norm=1.0,
+    weight_decay=0.0,
+    row_tokens=768,
+    micro_rows=4,
+    max_logprob_gap=1e-3,
+    keep_checkpoints=2,
+  )
   c.eval = dict(tasks=200, samples=4, concurrency=64)
 
   if arg == "tiny":

@@ -24,15 +24,28 @@ from kr.types import ToolCall
 
 Researcher = Generator[list[int], str, None]
 
-# Share of each habit. `direct` and `thorough` answer rightly, the second at the cost of turns that add
-# nothing; the others fail in ways of which language models are fond.
-HABITS = {"direct": 0.2, "thorough": 0.22, "guess": 0.14, "astray": 0.2, "endless": 0.1, "malformed": 0.14}
+# Share of each habit. `direct` and `thorough` answer rightly, the second at the cost of turns that
+# add nothing; the others fail in ways of which language models are fond.
+HABITS = {
+  "direct": 0.2,
+  "thorough": 0.22,
+  "guess": 0.14,
+  "astray": 0.2,
+  "endless": 0.1,
+  "malformed": 0.14,
+}
 
 # What demonstrations say over and over: the tokenizer makes a token of each.
 SCAFFOLD = [
-    '{"name": "search", "arguments": {"queries": ["', '", "', '"]}}',
-    '{"name": "open", "arguments": {"id": "r', '"}}', '{"name": "open", "arguments": {"id": ', '}}',
-    '{"name": "find", "arguments": {"pattern": "', '{"name": "python", "arguments": {"code": "',
+  '{"name": "search", "arguments": {"queries": ["',
+  '", "',
+  '"]}}',
+  '{"name": "open", "arguments": {"id": "r',
+  '"}}',
+  '{"name": "open", "arguments": {"id": ',
+  "}}",
+  '{"name": "find", "arguments": {"pattern": "',
+  '{"name": "python", "arguments": {"code": "',
 ]
 
 
@@ -42,12 +55,19 @@ class Scripted:
   def __init__(self, chat: Chat, researcher: Researcher):
     self._chat, self._researcher, self._seen = chat, researcher, None
 
-  async def generate(self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int], rid: str,
-                     temperature: float | None = None) -> Sampled:
+  async def generate(
+    self,
+    ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    rid: str,
+    temperature: float | None = None,
+  ) -> Sampled:
     if self._seen is None:
       turn = next(self._researcher)
     else:
-      turn = self._researcher.send(self._chat.decode(ids[self._seen:]))
+      turn = self._researcher.send(self._chat.decode(ids[self._seen :]))
     finish = "stop" if len(turn) <= max_new_tokens else "length"
     turn = turn[:max_new_tokens]
     self._seen = len(ids) + len(turn)
@@ -92,12 +112,12 @@ class Author:
     title, chat = self.chains[0][0]["title"], self.chat
     good = json.dumps({"name": "search", "arguments": {"queries": [title]}}, ensure_ascii=False)
     faults = [
-        lambda: "<think>search</think>" + chat.call_markup(good[:-1]),  # not JSON
-        lambda: "<think>search</think>" + chat.call_markup(good.replace("search", "lookup")),
-        lambda: "<think>search</think>" + chat.call_markup(good.replace("queries", "query")),
-        lambda: "<think>search</think>" + chat.call_markup(good.replace("[", "").replace("]", "")),
-        lambda: "<think>search</think>" + chat.call_markup(good) + title,
-        lambda: "<think>search" + chat.call_markup(good) + "</think>",
+      lambda: "<think>search</think>" + chat.call_markup(good[:-1]),  # not JSON
+      lambda: "<think>search</think>" + chat.call_markup(good.replace("search", "lookup")),
+      lambda: "<think>search</think>" + chat.call_markup(good.replace("queries", "query")),
+      lambda: "<think>search</think>" + chat.call_markup(good.replace("[", "").replace("]", "")),
+      lambda: "<think>search</think>" + chat.call_markup(good) + title,
+      lambda: "<think>search" + chat.call_markup(good) + "</think>",
     ]
     return chat.markup(self.rng.choice(faults)() + "<|im_end|>")
 
@@ -168,20 +188,35 @@ def result_id(text: str, title: str) -> str:
 
 def another(rng: random.Random, text: str, page: str | int) -> str | int:
   """Another result or link than `page` among those in the observation."""
-  options = re.findall(r"^(r\d+) ", text, re.MULTILINE) if isinstance(page, str) else [
-      int(n) for n in re.findall(r"\[(\d+)\]", text)]
+  options = (
+    re.findall(r"^(r\d+) ", text, re.MULTILINE)
+    if isinstance(page, str)
+    else [int(n) for n in re.findall(r"\[(\d+)\]", text)]
+  )
   return rng.choice([o for o in options if o != page] or [page])
 
 
 def read(text: str, key: str) -> str | None:
   """The value of a fact in an observation, with its link number if it is a link."""
-  found = re.search(rf"(?:^|<tool_response>)(?:\d+: )?{re.escape(key)}: (.*?)(?:</tool_response>|$)", text, re.MULTILINE)
+  found = re.search(
+    rf"(?:^|<tool_response>)(?:\d+: )?{re.escape(key)}: (.*?)(?:</tool_response>|$)",
+    text,
+    re.MULTILINE,
+  )
   return found[1] if found else None
 
 
-async def record(tasks: Sequence[types.Task], count: int, *, chat: Chat, toolbox: Toolbox, limits: loop.Limits,
-                 seed: int, concurrency: int = 32,
-                 on_progress: Callable[[int], None] = lambda n: None) -> list[types.Trajectory]:
+async def record(
+  tasks: Sequence[types.Task],
+  count: int,
+  *,
+  chat: Chat,
+  toolbox: Toolbox,
+  limits: loop.Limits,
+  seed: int,
+  concurrency: int = 32,
+  on_progress: Callable[[int], None] = lambda n: None,
+) -> list[types.Trajectory]:
   """Demonstrations: `count` trajectories over the tasks in turn, habits drawn from HABITS.
 
   Deterministic given the arguments. Those whose habit is to be right and that came out wrong
@@ -198,11 +233,17 @@ async def record(tasks: Sequence[types.Task], count: int, *, chat: Chat, toolbox
       habit = rng.choices(list(HABITS), list(HABITS.values()))[0]
       author = Author(chat, task, rng, by_attribute[task.meta["attribute"]])
       trajectory = await loop.run(
-          task, Scripted(chat, research(author, habit)), toolbox, chat, limits,
-          trajectory_id=types.trajectory_id("demonstration", seed, n))
+        task,
+        Scripted(chat, research(author, habit)),
+        toolbox,
+        chat,
+        limits,
+        trajectory_id=types.trajectory_id("demonstration", seed, n),
+      )
       trajectory.meta["habit"] = habit
-      trajectory.correct = (trajectory.stop == types.StopReason.ANSWERED
-                            and grade.grade(task, trajectory.answer))
+      trajectory.correct = trajectory.stop == types.StopReason.ANSWERED and grade.grade(
+        task, trajectory.answer
+      )
       on_progress(1)
       return trajectory
 

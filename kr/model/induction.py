@@ -37,7 +37,10 @@ def init(cfg: ModelConfig, seed: int = 0) -> transformer.Params:
   """
   h, D, K = cfg.head_dim, cfg.width, cfg.kv_heads
   if cfg.layers < 2 or cfg.heads < 2 or K != cfg.heads or not cfg.tied or D < 3 * h:
-    raise ValueError("induction init needs layers >= 2, heads == kv_heads >= 2, tied embeddings, width >= 3 * head_dim")
+    raise ValueError(
+      "induction init needs layers >= 2, heads == kv_heads >= 2, tied embeddings, "
+      "width >= 3 * head_dim"
+    )
   rng = np.random.default_rng(seed)
   params = transformer.init(cfg, seed)
   p = {k: np.array(v) for k, v in params["layers"].items()}
@@ -48,7 +51,7 @@ def init(cfg: ModelConfig, seed: int = 0) -> transformer.Params:
   here, back1, back2 = slice(0, h), slice(h, 2 * h), slice(2 * h, 3 * h - 1)
   constant = D - 1
   embed = 0.02 * rng.standard_normal((cfg.vocab, D)).astype(np.float32)
-  embed[:, here] = rng.standard_normal((cfg.vocab, h)) * h ** -0.5  # unit norm
+  embed[:, here] = rng.standard_normal((cfg.vocab, h)) * h**-0.5  # unit norm
   embed[:, constant] = 1.0
 
   half = h // 2
@@ -56,26 +59,29 @@ def init(cfg: ModelConfig, seed: int = 0) -> transformer.Params:
   # Layer 0: the query is a constant; the key is the same constant turned by the offset.
   p["q_norm"][0], p["k_norm"][0] = 1.0, 1.0
   for norm in ("q_norm", "k_norm"):
-    p[norm][0, :_FAST_PAIRS] = p[norm][0, half:half + _FAST_PAIRS] = _SHARP_POSITION
-  entering = D ** 0.5 / 2 ** 0.5  # what the norm multiplies by: the token and the constant have norm 1
+    p[norm][0, :_FAST_PAIRS] = p[norm][0, half : half + _FAST_PAIRS] = _SHARP_POSITION
+  entering = D**0.5 / 2**0.5  # what the norm multiplies by: the token and the constant have norm 1
   for head, (offset, target) in enumerate(((1, back1), (2, back2))):
     for w in ("wq", "wk", "wv"):
       p[w][0, :, head] = 0.0
     p["wq"][0, constant, head, :_FAST_PAIRS] = 1.0
     p["wk"][0, constant, head, :_FAST_PAIRS] = np.cos(offset * theta[:_FAST_PAIRS])
-    p["wk"][0, constant, head, half:half + _FAST_PAIRS] = np.sin(offset * theta[:_FAST_PAIRS])
+    p["wk"][0, constant, head, half : half + _FAST_PAIRS] = np.sin(offset * theta[:_FAST_PAIRS])
     p["wv"][0, here, head] = np.eye(h) / entering
     p["wo"][0, head] = 0.0
-    p["wo"][0, head, :, target] = np.eye(h)[:, :target.stop - target.start]
+    p["wo"][0, head, :, target] = np.eye(h)[:, : target.stop - target.start]
 
   # Layer 1: queries and keys are random projections of contents, on slow dimensions alone.
   slow = np.flatnonzero(theta * _REACH_TOKENS < 1.0)
   if slow.size < 4:
-    raise ValueError(f"rope_theta={cfg.rope_theta} and head_dim={h} leave no slow dimensions to match on; raise them")
+    raise ValueError(
+      f"rope_theta={cfg.rope_theta} and head_dim={h} leave no slow dimensions to match on; "
+      "raise them"
+    )
   slow = np.concatenate([slow, slow + half])
   p["q_norm"][1], p["k_norm"][1] = 1.0, 1.0
   p["q_norm"][1, slow] = p["k_norm"][1, slow] = _SHARP_CONTENT
-  entering = D ** 0.5 / 2.0  # token, its two predecessors, the constant
+  entering = D**0.5 / 2.0  # token, its two predecessors, the constant
   for head, pairs in enumerate((((here, back1), (back1, back2)), ((here, back1),))):
     for w in ("wq", "wk", "wv"):
       p[w][1, :, head] = 0.0
@@ -83,7 +89,7 @@ def init(cfg: ModelConfig, seed: int = 0) -> transformer.Params:
       match = rng.standard_normal((h, slow.size)).astype(np.float32)
       for w, where in (("wq", query), ("wk", key)):
         rows = np.arange(D)[where]
-        p[w][1, rows[:, None], head, slow] = match[:rows.size]
+        p[w][1, rows[:, None], head, slow] = match[: rows.size]
     p["wv"][1, here, head] = np.eye(h) / entering
     p["wo"][1, head] = 0.0
     p["wo"][1, head, :, here] = np.eye(h) * _COPY_GAIN / 2

@@ -26,13 +26,21 @@ def shapes(cfg: ModelConfig) -> dict[str, Any]:
   """Every parameter once: name -> shape. Layers are stacked on axis 0."""
   L, D, H, K, h, F = cfg.layers, cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.mlp
   tree = {
-      "embed": (cfg.vocab, D),
-      "layers": {
-          "attn_norm": (L, D), "wq": (L, D, H, h), "wk": (L, D, K, h), "wv": (L, D, K, h),
-          "wo": (L, H, h, D), "q_norm": (L, h), "k_norm": (L, h),
-          "mlp_norm": (L, D), "gate": (L, D, F), "up": (L, D, F), "down": (L, F, D),
-      },
-      "final_norm": (D,),
+    "embed": (cfg.vocab, D),
+    "layers": {
+      "attn_norm": (L, D),
+      "wq": (L, D, H, h),
+      "wk": (L, D, K, h),
+      "wv": (L, D, K, h),
+      "wo": (L, H, h, D),
+      "q_norm": (L, h),
+      "k_norm": (L, h),
+      "mlp_norm": (L, D),
+      "gate": (L, D, F),
+      "up": (L, D, F),
+      "down": (L, F, D),
+    },
+    "final_norm": (D,),
   }
   if not cfg.tied:
     tree["head"] = (D, cfg.vocab)
@@ -77,8 +85,13 @@ def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def block(p: Params, cfg: ModelConfig, x: jax.Array, positions: jax.Array,
-          attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def block(
+  p: Params,
+  cfg: ModelConfig,
+  x: jax.Array,
+  positions: jax.Array,
+  attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
   """One layer. p: that layer's parameters; x [B,T,D] -> [B,T,D]."""
   y = rms_norm(x, p["attn_norm"], cfg.norm_eps)
   q = rms_norm(jnp.einsum("btd,dhk->bthk", y, p["wq"]), p["q_norm"], cfg.norm_eps)
@@ -90,8 +103,9 @@ def block(p: Params, cfg: ModelConfig, x: jax.Array, positions: jax.Array,
   return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
 
-def hidden(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array,
-           attend: Attend) -> jax.Array:
+def hidden(
+  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend
+) -> jax.Array:
   """The residual stream after the final norm: tokens, positions [B,T] -> [B,T,D]."""
   x = params["embed"][tokens]
   for layer in range(cfg.layers):  # unrolled: decodes faster than a scan on CPU
@@ -114,7 +128,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> j
   B, T, H, h = q.shape
   K = k.shape[2]
   q = q.reshape(B, T, K, H // K, h)
-  scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * h ** -0.5
+  scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * h**-0.5
   scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
   weights = jax.nn.softmax(scores, -1)
   return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, H, h)
@@ -127,8 +141,9 @@ def causal(segment_ids: jax.Array) -> Attend:
   return lambda layer, q, k, v: attention(q, k, v, visible)
 
 
-def forward(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array,
-            segment_ids: jax.Array) -> jax.Array:
+def forward(
+  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
   """Whole packed rows: tokens, positions, segment_ids [B,T] -> hidden [B,T,D]."""
   return hidden(params, cfg, tokens, positions, causal(segment_ids))
 

@@ -19,16 +19,29 @@ from kr.rl import loss as loss_lib
 from kr.rl.batch import Batch
 
 
-def make_optimizer(learning_rate: float, warmup_steps: int, clip_norm: float, weight_decay: float,
-                   decay_steps: int | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+  learning_rate: float,
+  warmup_steps: int,
+  clip_norm: float,
+  weight_decay: float,
+  decay_steps: int | None = None,
+) -> optax.GradientTransformation:
   """AdamW behind a global-norm clip; linear warm-up, then constant or cosine to a tenth."""
   if decay_steps:
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, decay_steps, learning_rate / 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+      0.0, learning_rate, warmup_steps, decay_steps, learning_rate / 10
+    )
   else:
-    schedule = optax.linear_schedule(learning_rate / max(warmup_steps, 1), learning_rate, warmup_steps)
-  decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith("norm"), params)
-  return optax.chain(optax.clip_by_global_norm(clip_norm),
-                     optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=decayed))
+    schedule = optax.linear_schedule(
+      learning_rate / max(warmup_steps, 1), learning_rate, warmup_steps
+    )
+  decayed = lambda params: jax.tree_util.tree_map_with_path(
+    lambda path, _: not path[-1].key.endswith("norm"), params
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(clip_norm),
+    optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=decayed),
+  )
 
 
 def micro_batches(batch: Batch, rows: int, trained_multiple: int = 512) -> Iterator[loss_lib.Rows]:
@@ -45,20 +58,29 @@ def micro_batches(batch: Batch, rows: int, trained_multiple: int = 512) -> Itera
     pad = -row.size % trained_multiple
     column = lambda a, dtype: np.pad(np.asarray(a[part][row, at], dtype), (0, pad))
     yield loss_lib.Rows(
-        tokens=batch.tokens[part], positions=batch.positions[part], segment_ids=batch.segment_ids[part],
-        row=np.pad(row, (0, pad)).astype(np.int32),
-        before=np.pad(at - 1, (0, pad)).astype(np.int32),
-        target=column(batch.tokens, np.int32),
-        advantage=column(batch.advantages, np.float32),
-        weight=column(batch.weights, np.float32),
-        behaviour=column(batch.logprobs, np.float32))
+      tokens=batch.tokens[part],
+      positions=batch.positions[part],
+      segment_ids=batch.segment_ids[part],
+      row=np.pad(row, (0, pad)).astype(np.int32),
+      before=np.pad(at - 1, (0, pad)).astype(np.int32),
+      target=column(batch.tokens, np.int32),
+      advantage=column(batch.advantages, np.float32),
+      weight=column(batch.weights, np.float32),
+      behaviour=column(batch.logprobs, np.float32),
+    )
 
 
 class Learner:
   """Parameters, optimizer state, and one `update` a step."""
 
-  def __init__(self, cfg: ModelConfig, params: Params, optimizer: optax.GradientTransformation,
-               opt_state: Any = None, micro_rows: int = 8):
+  def __init__(
+    self,
+    cfg: ModelConfig,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    opt_state: Any = None,
+    micro_rows: int = 8,
+  ):
     self.cfg, self.optimizer, self.micro_rows = cfg, optimizer, micro_rows
     self.params = jax.tree.map(jnp.array, params)  # its own copy: an update donates its buffers
     self.opt_state = optimizer.init(self.params) if opt_state is None else opt_state
@@ -81,9 +103,14 @@ class Learner:
     total = lambda key: sum(s[key] for s in sums)
     n = total("trained_tokens")
     return {
-        "loss": total("loss"), "grad_norm": float(norm), "skipped": int(not np.isfinite(float(norm))),
-        "trained_tokens": int(n), "log_prob": total("log_prob") / n, "entropy": total("entropy") / n,
-        "logprob_gap": total("gap") / n, "logprob_gap_max": max(s["max_gap"] for s in sums),
+      "loss": total("loss"),
+      "grad_norm": float(norm),
+      "skipped": int(not np.isfinite(float(norm))),
+      "trained_tokens": int(n),
+      "log_prob": total("log_prob") / n,
+      "entropy": total("entropy") / n,
+      "logprob_gap": total("gap") / n,
+      "logprob_gap_max": max(s["max_gap"] for s in sums),
     }
 
 

@@ -28,6 +28,7 @@ class Rows(NamedTuple):
   predicts it (the one before it), `target` is its id, `advantage` its step's advantage,
   `weight` is 1 / number of trajectories, `behaviour` the logprob it was sampled with.
   """
+
   tokens: np.ndarray
   positions: np.ndarray
   segment_ids: np.ndarray
@@ -39,7 +40,9 @@ class Rows(NamedTuple):
   behaviour: np.ndarray
 
 
-def reinforce(params: transformer.Params, cfg: ModelConfig, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
+def reinforce(
+  params: transformer.Params, cfg: ModelConfig, rows: Rows
+) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of one micro-batch (a sum, so micro-batches add up) and sums for metrics.
 
   Only the positions that predict a trained token pass through the output head.
@@ -50,13 +53,15 @@ def reinforce(params: transformer.Params, cfg: ModelConfig, rows: Rows) -> tuple
   loss = -jnp.sum(rows.weight * rows.advantage * log_prob)
   real = rows.weight > 0
   gap = jnp.where(real, jnp.abs(log_prob - rows.behaviour), 0.0)
-  return loss, jax.lax.stop_gradient({
+  return loss, jax.lax.stop_gradient(
+    {
       "trained_tokens": jnp.sum(real),
       "log_prob": jnp.sum(jnp.where(real, log_prob, 0.0)),
       "entropy": jnp.sum(jnp.where(real, entropy(log_p), 0.0)),
       "gap": jnp.sum(gap),
       "max_gap": jnp.max(gap),
-  })
+    }
+  )
 
 
 def entropy(log_p: jax.Array) -> jax.Array:

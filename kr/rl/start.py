@@ -6,14 +6,19 @@ the learner of the RL step itself with advantage 1 on what scripted researchers 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 import json
 import os
 import pathlib
+import tempfile
 
 import numpy as np
+import tqdm
 
 from kr import types
+from kr.agent import loop
+from kr.agent.chat import Chat
 from kr.agent.tokenizer import train_tokenizer
 from kr.data import demos
 from kr.data.world import World
@@ -22,12 +27,53 @@ from kr.model import induction
 from kr.model.config import ModelConfig
 from kr.rl import batch as batch_lib
 from kr.rl.learner import Learner, make_optimizer
+from kr.tools.base import Toolbox
 from kr.tools.browser import render
+
+# Words of the scripts that no page or question holds often enough to become tokens.
+_WORDS = ("search open check guess result find python lookup query queries round abs min max lines "
+          "of").split()
+
+
+def build(world: World, tasks: Sequence[types.Task], toolbox: Toolbox,
+          out_dir: str | os.PathLike, *, system: str, declare: str, limits: loop.Limits,
+          lines: int, demonstrations: int, cfg: ModelConfig, steps: int,
+          trajectories_per_step: int, learning_rate: float, row_tokens: int, micro_rows: int,
+          seed: int) -> None:
+  """Makes a starting policy and writes it as a Hugging Face directory, with log.jsonl.
+
+  Closes the toolbox. The log's first line says how good the demonstrations were.
+  """
+  with tempfile.TemporaryDirectory() as tokenizer:
+    make_tokenizer(world, tasks, system, cfg.vocab, lines, tokenizer)
+    chat = Chat(tokenizer, toolbox.specs, system, declare=declare, max_calls=limits.max_calls)
+
+    async def record(bar: tqdm.tqdm) -> list[types.Trajectory]:
+      try:
+        return await demos.record(tasks, demonstrations, chat=chat, toolbox=toolbox,
+                                  limits=limits, seed=seed, on_progress=bar.update)
+      finally:
+        await toolbox.aclose()
+
+    with tqdm.tqdm(total=demonstrations, desc="demonstrations") as bar:
+      shown = asyncio.run(record(bar))
+    log = [{"demonstrations": len(shown), "correct": np.mean([bool(d.correct) for d in shown])}]
+    with tqdm.tqdm(total=steps, desc="imitate", unit="step") as bar:
+      def on_step(step: int, metrics: dict[str, float]) -> None:
+        log.append({"step": step, **metrics})
+        bar.set_postfix_str(f"log p {metrics['log_prob']:.3f}")
+        bar.update()
+
+      learner = imitate(cfg, shown, steps=steps, trajectories_per_step=trajectories_per_step,
+                        learning_rate=learning_rate, row_tokens=row_tokens, micro_rows=micro_rows,
+                        seed=seed, on_step=on_step)
+    hf.export(learner.params, cfg, tokenizer, out_dir)
+  (pathlib.Path(out_dir) / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
 
 
 def make_tokenizer(world: World, tasks: Sequence[types.Task], system: str, vocab: int, lines: int,
                    out_dir: str | os.PathLike) -> None:
-  """Trains the tokenizer on what the policy will see: the tops of pages, questions, scaffold."""
+  """Trains the tokenizer on what the policy will see: the tops of pages, questions, scripts."""
   def texts() -> Iterator[str]:
     for entity in world.entities.values():
       title, html = world.store.get(entity["url"])
@@ -35,38 +81,32 @@ def make_tokenizer(world: World, tasks: Sequence[types.Task], system: str, vocab
       yield f"r1 {title}: "
     for task in tasks:
       yield f"{system} {task.question}"
-      yield "".join(f"{n}={step['value']};" for chain in task.meta["chains"] for step in chain for n in "ab")
-      if task.meta["expression"]:
-        yield task.meta["expression"].replace(" ", "")
-    for word in ("search", "open", "check", "guess", "result", "find", "python", "lookup", "query", "queries",
-                 "round", "abs", "min", "max", "lines", "no results", "of"):
+      steps = [step for chain in task.meta["chains"] for step in chain]
+      yield "".join(f"{name}={step['value']};" for step in steps for name in "ab")
+      yield (task.meta["expression"] or "").replace(" ", "")
+    for word in _WORDS:
       yield from [word] * 200
 
   train_tokenizer(texts(), vocab, out_dir, scaffold=demos.SCAFFOLD)
 
 
 def imitate(cfg: ModelConfig, demonstrations: Sequence[types.Trajectory], *, steps: int,
-            trajectories_per_step: int, learning_rate: float, row_tokens: int, micro_rows: int, seed: int,
-            on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None) -> Learner:
+            trajectories_per_step: int, learning_rate: float, row_tokens: int, micro_rows: int,
+            seed: int, on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+            ) -> Learner:
   """Trains a fresh policy on demonstrations, advantage 1 on every token they chose.
 
   What a demonstration did wrong is imitated too: it is there to be unlearned by RL.
   """
-  learner = Learner(cfg, induction.init(cfg, seed),
-                    make_optimizer(learning_rate, max(1, steps // 20), 1.0, 0.01, decay_steps=steps),
-                    micro_rows=micro_rows)
+  optimizer = make_optimizer(learning_rate, max(1, steps // 20), clip_norm=1.0, weight_decay=0.01,
+                             decay_steps=steps)
+  learner = Learner(cfg, induction.init(cfg, seed), optimizer, micro_rows=micro_rows)
   rng, order = np.random.default_rng(seed), []
-  for step in range(steps):
+  for step in range(1, steps + 1):
     while len(order) < trajectories_per_step:
       order += rng.permutation(len(demonstrations)).tolist()
     chosen, order = order[:trajectories_per_step], order[trajectories_per_step:]
-    packed = batch_lib.from_demonstrations([demonstrations[i] for i in chosen], row_tokens, micro_rows)
-    on_step(step + 1, learner.update(packed))
+    packed = batch_lib.from_demonstrations(
+        [demonstrations[i] for i in chosen], row_tokens, micro_rows)
+    on_step(step, learner.update(packed))
   return learner
-
-
-def save(learner: Learner, tokenizer_dir: str | os.PathLike, out_dir: str | os.PathLike,
-         log: Sequence[dict]) -> None:
-  """Writes the policy as a Hugging Face directory, with the log of its making beside it."""
-  hf.export(learner.params, learner.cfg, tokenizer_dir, out_dir)
-  (pathlib.Path(out_dir) / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))

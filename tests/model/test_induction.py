@@ -8,11 +8,13 @@ from kr.model import induction
 from kr.model import transformer
 from kr.model.config import ModelConfig
 
-CFG = ModelConfig(vocab=512, width=192, layers=2, heads=3, kv_heads=3, head_dim=64, mlp=64, rope_theta=1e6)
+CFG = ModelConfig(
+  vocab=512, width=192, layers=2, heads=3, kv_heads=3, head_dim=64, mlp=64, rope_theta=1e6
+)
 
 
 def copied_share(params):
-  """Share of tokens predicted right where a random sequence repeats an earlier stretch of itself."""
+  """Share of tokens predicted right where a random sequence repeats a stretch of itself."""
   rng = np.random.default_rng(0)
   first = rng.integers(0, CFG.vocab, (2, 120))
   tokens = jnp.asarray(np.concatenate([first, first[:, 30:60]], 1))
@@ -29,6 +31,12 @@ def test_untrained_policy_copies_what_stood_before():
 
 def test_shape_without_room_for_the_circuit_is_refused():
   with pytest.raises(ValueError, match="width >= 3"):
-    induction.init(ModelConfig(vocab=512, width=64, layers=2, heads=2, kv_heads=2, head_dim=32, mlp=64))
+    induction.init(
+      ModelConfig(vocab=512, width=64, layers=2, heads=2, kv_heads=2, head_dim=32, mlp=64)
+    )
   with pytest.raises(ValueError, match="rope_theta"):
-    induction.init(ModelConfig(vocab=512, width=48, layers=2, heads=2, kv_heads=2, head_dim=16, mlp=64, rope_theta=10.0))
+    induction.init(
+      ModelConfig(
+        vocab=512, width=48, layers=2, heads=2, kv_heads=2, head_dim=16, mlp=64, rope_theta=10.0
+      )
+    )

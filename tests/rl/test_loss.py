@@ -74,13 +74,18 @@ def test_reported_gap_and_entropy_are_those_of_the_trained_tokens_alone():
   p = log_probs([1, 2, 3, 4])
   own = np.asarray([p[1, 3], p[2, 4]])
   assert sums[0]["trained_tokens"] == 2
-  assert sums[0]["gap"] == pytest.approx(np.abs(own + 1.0).sum(), abs=1e-5)  # behaviour logprobs are -1
+  assert sums[0]["gap"] == pytest.approx(
+    np.abs(own + 1.0).sum(), abs=1e-5
+  )  # behaviour logprobs are -1
   assert sums[0]["entropy"] == pytest.approx(-(np.exp(p[1:3]) * p[1:3]).sum(), abs=1e-5)
 
 
 def test_packed_and_unpacked_batches_give_the_same_loss_and_gradient():
-  items = [(trajectory("a", [1, 2], [3, 4], [5]), [0.5, -2.0]), (trajectory("b", [7], [6, 2, 2]), [3.0]),
-           (trajectory("c", [4, 4, 4], [1]), [-1.0])]
+  items = [
+    (trajectory("a", [1, 2], [3, 4], [5]), [0.5, -2.0]),
+    (trajectory("b", [7], [6, 2, 2]), [3.0]),
+    (trajectory("c", [4, 4, 4], [1]), [-1.0]),
+  ]
   packed, grads, _ = loss_of(batch_of(items, row_tokens=16), 1)
   single, single_grads, _ = loss_of(batch_of(items, row_tokens=6), 1)  # a row each
   assert packed == pytest.approx(single, abs=1e-5)

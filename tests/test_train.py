@@ -1,0 +1,203 @@
+"""The main job as a user starts it: every stage, resumed after every kind of end."""
+
+import json
+import os
+import pathlib
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# The quick start in miniature, and smaller still.
+MICRO = [
+  "--config=configs/quickstart.py:tiny",
+  "--config.rl.tasks_per_step=2",
+  "--config.rl.group_size=3",
+  "--config.rl.steps=2",
+  "--config.eval.tasks=2",
+  "--config.server.slots=8",
+]
+
+# Runs kr.train and kills it with SIGKILL at the named place, the first time a step gets there.
+KILLED = """
+import os, signal, sys, threading
+from kr import train, wiring
+from kr.model.checkpoint import Checkpoints
+from kr.rl.buffer import ReplayBuffer
+from kr.rl.learner import Learner
+
+where = sys.argv.pop(1)
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+def put(self, *args, real=ReplayBuffer.put, count=[0]):
+  real(self, *args)
+  count[0] += 1
+  if count[0] == 3:
+    die()
+
+def update(self, batch, real=Learner.update):
+  real(self, batch)
+  die()
+
+def save(self, step, *args, real=Checkpoints.save):
+  if step:  # step 0 is the starting policy
+    threading.Timer(0.02, die).start()
+  real(self, step, *args)
+  if step:
+    die()
+
+async def publish(self, *args):
+  die()
+
+if where == "rollout":
+  ReplayBuffer.put = put
+elif where == "update":
+  Learner.update = update
+elif where == "checkpoint":
+  Checkpoints.save = save
+elif where == "publish":
+  wiring.Session.publish = publish
+wiring.main_guard(train.main)
+"""
+
+
+def train(workdir, *flags, code=None, timeout_s=300):
+  command = [
+    sys.executable,
+    *(["-c", KILLED, code] if code else ["-m", "kr.train"]),
+    f"--workdir={workdir}",
+    *flags,
+  ]
+  return subprocess.run(
+    command,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=timeout_s,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+  )
+
+
+def rows(workdir):
+  """id -> (state, step_made, consumed_step) of every trajectory in the buffer."""
+  with sqlite3.connect(workdir / "buffer.db") as db:
+    return {
+      i: tuple(r)
+      for i, *r in db.execute("SELECT id, state, step_made, consumed_step FROM trajectories")
+    }
+
+
+def metrics(workdir):
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A complete run of the tiny quick start, and what it printed."""
+  workdir = tmp_path_factory.mktemp("run") / "tiny"
+  return workdir, train(workdir, "--config=configs/quickstart.py:tiny")
+
+
+def test_tiny_quick_start_passes_through_every_stage(run):
+  workdir, done = run
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert "Traceback" not in done.stderr
+  summary = json.loads((workdir / "summary.json").read_text())
+  for side in ("before", "after"):
+    for key in ("pass@1", "pass@4", "turns", "tool_calls", "pages", "format_fault_rate"):
+      low, high = summary[side]["intervals"][key]
+      assert low <= summary[side][key] <= high
+    assert summary[side]["trajectories"] == 32
+  assert 0 < summary["max_logprob_gap"] < 1e-3
+  assert summary["guesser_share"] < 0.05
+  assert summary["seed"] == 0 and summary["commit"] and summary["hardware"]
+  assert [row["step"] for row in metrics(workdir)] == [1, 2, 3]
+  assert all(row["trajectories"] == 16 for row in metrics(workdir))
+  assert "before" in done.stdout and "after" in done.stdout and "report.html" in done.stdout
+  assert "<svg" in (workdir / "report.html").read_text()
+  assert list((workdir / "tensorboard").iterdir())
+
+
+def test_tiny_starting_policy_answers_some_questions_but_is_not_good(run):
+  summary = json.loads((run[0] / "summary.json").read_text())
+  assert 0 < summary["before"]["pass@1"] < 0.6
+
+
+def test_same_command_says_that_the_run_is_complete(run):
+  workdir, _ = run
+  before = (workdir / "summary.json").stat().st_mtime_ns
+  again = train(workdir, "--config=configs/quickstart.py:tiny")
+  assert again.returncode == 0 and "complete at 3 steps" in again.stdout
+  assert (workdir / "summary.json").stat().st_mtime_ns == before
+
+
+def test_another_config_in_the_same_workdir_is_refused_and_the_difference_named(run):
+  workdir, _ = run
+  other = train(workdir, "--config=configs/quickstart.py:tiny", "--config.rl.gamma=0.5")
+  assert other.returncode == 2 and "Traceback" not in other.stderr
+  assert "rl.gamma: 0.95 → 0.5" in other.stderr
+
+
+def test_more_steps_extend_a_finished_run(run):
+  workdir, _ = run
+  more = train(workdir, "--config=configs/quickstart.py:tiny", "--config.rl.steps=4")
+  assert more.returncode == 0, more.stderr[-3000:]
+  assert [row["step"] for row in metrics(workdir)] == [1, 2, 3, 4]
+  assert json.loads((workdir / "summary.json").read_text())["config"]["rl"]["steps"] == 4
+
+
+def test_kill_9_anywhere_loses_no_trajectory_and_trains_none_twice(tmp_path):
+  workdir, seen = tmp_path / "run", {}
+  for where in ("rollout", "update", "checkpoint", "publish"):
+    killed = train(workdir, *MICRO, code=where)
+    assert killed.returncode == -signal.SIGKILL, (where, killed.stderr[-3000:])
+    now = rows(workdir)
+    finished = {i for i, (state, *_) in now.items() if state == "finished"}
+    assert set(seen) <= finished, f"lost by a kill in {where}"
+    seen = {i: now[i] for i in finished}
+    assert seen, where
+  done = train(workdir, *MICRO)
+  assert done.returncode == 0, done.stderr[-3000:]
+  final = rows(workdir)
+  assert set(seen) <= set(final)
+  # Two steps of 2 tasks x 3 samples: each trajectory trained once, in the step that made it.
+  assert len(final) == 12
+  assert all(state == "finished" and made == consumed for state, made, consumed in final.values())
+  assert sorted(made for _, made, _ in final.values()) == [1] * 6 + [2] * 6
+  assert [row["step"] for row in metrics(workdir)] == [1, 2]
+  assert sum(row["trajectories"] for row in metrics(workdir)) == 12
+
+
+@pytest.mark.parametrize(
+  "flags, words",
+  [
+    (["--config=configs/quickstart.py:tiny", "--config.rl.gama=0.9"], ["gama"]),
+    (["--config=configs/no_such.py"], ["no_such.py"]),
+    (["--config=configs/quickstart.py:big"], ["tiny"]),
+    ([*MICRO, "--config.start.dir=nowhere"], ["nowhere", "start.rebuild"]),
+  ],
+  ids=["unknown key", "no such file", "no such form", "no starting policy"],
+)
+def test_what_is_the_users_to_fix_is_one_message_without_traceback(tmp_path, flags, words):
+  done = train(tmp_path / "run", *flags)
+  assert done.returncode != 0
+  assert "Traceback" not in done.stderr, done.stderr[-2000:]
+  assert all(word in done.stderr for word in words), done.stderr[-2000:]
+
+
+def test_workdir_that_cannot_be_made_is_one_message(tmp_path):
+  (tmp_path / "file").write_text("")
+  done = train(tmp_path / "file" / "run", *MICRO)
+  assert done.returncode == 2 and "Traceback" not in done.stderr
+  assert "workdir" in done.stderr
+
+
+def test_gap_beyond_the_bound_stops_the_run_before_anything_is_saved(tmp_path):
+  done = train(tmp_path / "run", *MICRO, "--config.rl.max_logprob_gap=1e-12")
+  assert done.returncode == 2 and "Traceback" not in done.stderr
+  assert "max_logprob_gap" in done.stderr
+  assert (tmp_path / "run" / "checkpoints" / "0").is_dir()
+  assert not (tmp_path / "run" / "checkpoints" / "1").exists()
