@@ -79,7 +79,8 @@ class Author:
 
   def __init__(self, chat: Chat, task: types.Task, rng: random.Random, decoys: Sequence[str]):
     """decoys: answers of other tasks for the same attribute, for those who guess."""
-    self.chat, self.task, self.rng, self.decoys = chat, task, rng, decoys
+    self.chat, self.task, self.rng = chat, task, rng
+    self.decoys = [d for d in decoys if d != task.answer] or ["unknown"]
     self.chains = task.meta["chains"]
 
   def search(self, titles: Sequence[str], think: str = "search") -> list[int]:
