@@ -301,13 +301,13 @@ def guesser_share(train: list[types.Task], heldout: list[types.Task]) -> float:
   """
   counts: dict[tuple, collections.Counter] = {}
   for task in train:
-    counts.setdefault((task.kind, task.meta["attribute"]), collections.Counter())[task.answer] += 1
+    counts.setdefault((task.kind, task.meta.get("attribute")), collections.Counter())[task.answer] += 1
   modal = {k: min(c, key=lambda a: (-c[a], a)) for k, c in counts.items()}
   right = 0
   for task in heldout:
     words = task.question.split()
     guesses = {" ".join(words[i:i + n]) for n in range(1, 5) for i in range(len(words))}
-    guesses.add(modal.get((task.kind, task.meta["attribute"]), ""))
+    guesses.add(modal.get((task.kind, task.meta.get("attribute")), ""))
     right += any(grading.grade(task, guess) for guess in sorted(guesses))
   return right / len(heldout) if heldout else 0.0
 
