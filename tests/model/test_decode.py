@@ -30,7 +30,10 @@ def reference(tokens, temperature=1.0):
 
 def rows(slot, token, position, *, seed=None, temperature=1.0, top_p=1.0, top_k=None, min_p=0.0):
   B = len(slot)
-  full = lambda v, dtype=np.float32: np.broadcast_to(np.asarray(v, dtype), (B,)).copy()  # noqa: E731
+
+  def full(value, dtype=np.float32):
+    return np.broadcast_to(np.asarray(value, dtype), (B,)).copy()
+
   seed = np.arange(2 * B).reshape(B, 2) if seed is None else seed
   return decode.Rows(full(slot, np.int32), full(token, np.int32), full(position, np.int32),
                      np.asarray(seed, np.uint32), full(temperature), full(top_p),
@@ -55,13 +58,15 @@ def test_cached_decoding_equals_the_full_forward_pass():
   first = [p[:min(8, len(p) - 1)] for p in prompts]
   rest = [p[len(f):-1] for p, f in zip(prompts, first)]
   start = np.array([len(f) for f in first], np.int32)
-  cache = decode.prefill(PARAMS, cache, pad(first, 16), slot, np.zeros(3, np.int32), cfg=CFG, span=0)
+  cache = decode.prefill(PARAMS, cache, pad(first, 16), slot, start * 0, cfg=CFG, span=0)
   cache = decode.prefill(PARAMS, cache, pad(rest, 16), slot, start, cfg=CFG, span=32)
   seqs = [list(p) for p in prompts]
   for _ in range(2):
     r = rows(slot, [s[-1] for s in seqs], [len(s) - 1 for s in seqs], temperature=[1.0, 0.7, 1.3])
-    tokens, logprobs, cache = decode.decode(PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
-    for s, t, l, temperature in zip(seqs, np.asarray(tokens), np.asarray(logprobs), (1.0, 0.7, 1.3)):
+    tokens, logprobs, cache = decode.decode(
+        PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
+    tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
+    for s, t, l, temperature in zip(seqs, tokens, logprobs, (1.0, 0.7, 1.3)):
       want = reference(s + t.tolist(), temperature)[len(s) - 1:-1]
       np.testing.assert_allclose(l, want[np.arange(4), t], atol=2e-5)
       s += t.tolist()
@@ -74,8 +79,8 @@ def test_scoring_gives_each_tokens_logprob():
   zero = np.zeros(1, np.int32)
   a, cache = decode.score(PARAMS, cache, pad([seq[:16]], 16), pad([seq[1:17]], 16), zero, zero,
                           cfg=CFG, span=0)
-  b, cache = decode.score(PARAMS, cache, pad([seq[16:30]], 16), pad([seq[17:]], 16), zero, zero + 16,
-                          cfg=CFG, span=32)
+  b, cache = decode.score(PARAMS, cache, pad([seq[16:30]], 16), pad([seq[17:]], 16), zero,
+                          zero + 16, cfg=CFG, span=32)
   got = np.concatenate([np.asarray(a)[0], np.asarray(b)[0, :14]])
   np.testing.assert_allclose(got, reference(seq)[np.arange(30), seq[1:]], atol=2e-5)
 
@@ -85,7 +90,7 @@ def test_a_copied_slot_continues_like_its_source():
   seq = rng.integers(0, 61, 17)
   cache = decode.init_cache(CFG, 4, 64)
   one = np.ones(1, np.int32)
-  cache = decode.prefill(PARAMS, cache, seq[None, :16].astype(np.int32), one, one * 0, cfg=CFG, span=0)
+  cache = decode.prefill(PARAMS, cache, pad([seq[:16]], 16), one, one * 0, cfg=CFG, span=0)
   cache = decode.copy(cache, one, one * 3, span=32)
   r = rows([1, 3], seq[16], 16, seed=[[5, 6], [5, 6]])
   tokens, logprobs, _ = decode.decode(PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
@@ -98,7 +103,8 @@ def test_the_cache_is_updated_in_place():
   before = [a.unsafe_buffer_pointer() for a in (*cache.k, *cache.v)]
   zero = np.zeros(3, np.int32)
   cache = decode.prefill(PARAMS, cache, np.zeros((3, 16), np.int32), zero, zero, cfg=CFG, span=32)
-  *_, cache = decode.decode(PARAMS, cache, rows([0, 1, 2], 1, 0), cfg=CFG, span=32, steps=4, truncate=False)
+  r = rows([0, 1, 2], 1, 0)
+  *_, cache = decode.decode(PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
   assert [a.unsafe_buffer_pointer() for a in (*cache.k, *cache.v)] == before
 
 
@@ -126,7 +132,8 @@ def draw(**settings):
         np.array([p[p > x].sum() for x in p]) <= 0.6, p, 0)),
 ])
 def test_samples_follow_the_distribution(settings, expected):
-  p = expected(np.exp(np.asarray(LOGITS, np.float64)) / np.exp(np.asarray(LOGITS, np.float64)).sum())
+  p = np.exp(np.asarray(LOGITS, np.float64))
+  p = expected(p / p.sum())
   p /= p.sum()
   counts, _, _ = draw(**settings)
   assert counts[p == 0].sum() == 0

@@ -46,7 +46,7 @@ def fixture_engine():
 
 
 class Gate:
-  """Lets the engine's decode calls through one by one, so that a test decides what comes between."""
+  """Lets decode calls through one by one, so that a test decides what comes between."""
 
   def __init__(self, engine):
     self._entered, self._permits = threading.Semaphore(0), threading.Semaphore(0)
@@ -174,7 +174,8 @@ def test_a_live_rid_is_refused_and_free_again_afterwards(engine):
 
 def test_abort_answers_with_what_there_is(engine):
   gate = Gate(engine)
-  futures = {f"r{i}": engine.submit(Request(f"r{i}", prompt(i, 8), max_new_tokens=16)) for i in range(9)}
+  futures = {f"r{i}": engine.submit(Request(f"r{i}", prompt(i, 8), max_new_tokens=16))
+             for i in range(9)}
   gate.wait()
   gate.step()
   engine.abort("r2")

@@ -28,8 +28,8 @@ def test_settings_arrive():
 
 def test_neutral_values_of_what_is_not_offered_are_accepted():
   one({"stream": False, "session_id": "s", "sampling_params": {
-      "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "n": 1, "stop": [],
-      "min_new_tokens": 0, "regex": None, "skip_special_tokens": False, "no_stop_trim": True}})
+      "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "n": 1,
+      "stop": [], "min_new_tokens": 0, "regex": None, "skip_special_tokens": False, "no_stop_trim": True}})
 
 
 @pytest.mark.parametrize("name,value", [
@@ -68,7 +68,8 @@ def test_a_wrong_body_is_refused(body, text):
 def test_a_batch_keeps_its_order_and_names():
   requests, batched = parse({"input_ids": [[1], [2, 3]], "rid": "b",
                              "sampling_params": [{"top_k": 1}, {"top_k": 2}]}, EOS)
-  assert batched and [(r.rid, r.ids, r.top_k) for r in requests] == [("b_0", [1], 1), ("b_1", [2, 3], 2)]
+  assert batched
+  assert [(r.rid, r.ids, r.top_k) for r in requests] == [("b_0", [1], 1), ("b_1", [2, 3], 2)]
   requests, _ = parse({"input_ids": [[1], [2]], "rid": ["x", "y"]}, EOS)
   assert [r.rid for r in requests] == ["x", "y"]
   with pytest.raises(BadRequest, match="rid"):
@@ -82,6 +83,7 @@ def test_the_answer_has_sglangs_shape():
   assert answer(request, result) == {"text": "", "output_ids": [7, 8], "meta_info": {
       "id": "x", "finish_reason": {"type": "stop", "matched": 8}, "prompt_tokens": 3,
       "completion_tokens": 2, "cached_tokens": 2, "weight_version": "2", "num_retractions": 1,
-      "weight_versions": [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}],
+      "weight_versions": [{"version": "1", "start": 0, "end": 1},
+                          {"version": "2", "start": 1, "end": 2}],
       "output_token_logprobs": [[-0.5, 7, None], [-1.0, 8, None]],
       "input_token_logprobs": [[None, 5, None], [-0.25, 6, None]]}}
