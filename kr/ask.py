@@ -5,7 +5,6 @@ r"""Asks a trained policy one question and shows its research as it happens.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import TextIO
 

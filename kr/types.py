@@ -26,7 +26,8 @@ class StopReason(str, enum.Enum):
 
 
 # The stops that the format reward penalises: the policy's own fault, and visible to it.
-FORMAT_FAULTS = frozenset({StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW, StopReason.INVALID_ACTION})
+FORMAT_FAULTS = frozenset(
+    {StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW, StopReason.INVALID_ACTION})
 
 
 @dataclasses.dataclass(frozen=True)

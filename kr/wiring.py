@@ -28,6 +28,7 @@ import ml_collections
 from kr.agent import loop
 from kr.agent.chat import Chat
 from kr.agent.policy import PolicyClient
+from kr.data import tasks as tasks_lib
 from kr.data.world import World
 from kr.eval.page import write_text
 from kr.rl.server import ServerError, ServerProcess
@@ -56,7 +57,6 @@ class Workdir:
     self.checkpoints = self.path / "checkpoints"
     self.tokenizer = self.path / "tokenizer"
     self.buffer = self.path / "buffer.db"
-    self.metrics = self.path / "metrics.jsonl"
     self.summary = self.path / "summary.json"
     self.report = self.path / "report.html"
     self.server_log = self.path / "server.log"
@@ -112,9 +112,9 @@ class Workdir:
           f"this run has the splits {', '.join(have)}" if have else
           "the run has not made its tasks yet: train it first"))
     try:
-      tasks = [Task.from_json(json.loads(line)) for line in path.read_bytes().splitlines()]
-    except (ValueError, TypeError) as e:
-      raise UserError(f"{path} is not a list of tasks ({e}); remove it and train again") from e
+      tasks = tasks_lib.load(path)
+    except ValueError as e:
+      raise UserError(f"{e}; mend that line, or remove the file and train again") from e
     if not tasks:
       raise UserError(f"{path} holds no task; remove it and train again")
     return tasks
@@ -174,10 +174,19 @@ def build_chat(config: ConfigDict, workdir: Workdir, toolbox: Toolbox) -> Chat:
 
 
 def limits(config: ConfigDict) -> loop.Limits:
+  """The bounds of a rollout. Raises UserError where they, the server's and the rows' clash."""
   agent = config.agent
-  return loop.Limits(
-      max_turns=agent.max_turns, max_context_tokens=agent.max_context_tokens,
-      max_turn_tokens=agent.max_turn_tokens, max_calls=agent.max_calls)
+  for key, room in (("server.max_len", config.server.max_len),
+                    ("rl.row_tokens", config.rl.row_tokens)):
+    if room < agent.max_context_tokens:  # the policy would pay for it with format faults
+      raise UserError(f"{key}={room} is less than agent.max_context_tokens="
+                      f"{agent.max_context_tokens}: raise the first or lower the second")
+  try:
+    return loop.Limits(
+        max_turns=agent.max_turns, max_context_tokens=agent.max_context_tokens,
+        max_turn_tokens=agent.max_turn_tokens, max_calls=agent.max_calls)
+  except ValueError as e:
+    raise UserError(f"agent.{e}") from e
 
 
 class Session:
@@ -236,6 +245,7 @@ def session(config: ConfigDict, workdir: Workdir, policy_dir: pathlib.Path,
   Whatever is the user's to fix in the tools and the chat is found before the server starts.
   version: what the server reports for this policy.
   """
+  limits(config)  # refuses what cannot work before anything starts
   toolbox = build_toolbox(config, workdir)
   chat = build_chat(config, workdir, toolbox)
   with ServerProcess(
@@ -318,8 +328,8 @@ def explain(error: BaseException) -> str | None:
   if isinstance(error, OSError) and error.errno in _NO_ACCESS and error.filename:
     return f"no permission for {error.filename}: {error.strerror}"
   if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
-    return ("the disk is full (the replay buffer): free some space and give the same command "
-            "again, it goes on from what is saved")
+    return ("the disk is full (while writing a database): free some space and give the same "
+            "command again, it goes on from what is saved")
   return None
 
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import sqlite3
 import subprocess
 import sys
 
@@ -68,6 +69,34 @@ def test_tasks_are_read_in_order_and_a_missing_split_names_those_that_exist(tmp_
     workdir.load_tasks("test")
 
 
+def test_a_line_that_is_no_task_is_named(tmp_path):
+  workdir = wiring.Workdir(tmp_path)
+  workdir.tasks("train").parent.mkdir()
+  good = json.dumps(Task("t", "q", "b", "k").to_json())
+  workdir.tasks("train").write_text(good + "\n" + good[:-9] + "\n")
+  with pytest.raises(wiring.UserError, match="train.jsonl, line 2: not a task"):
+    workdir.load_tasks("train")
+
+
+@pytest.mark.parametrize("change, text", [
+    ({}, None),
+    ({"server.max_len": 99}, "server.max_len=99 is less than agent.max_context_tokens=100"),
+    ({"rl.row_tokens": 64}, "rl.row_tokens=64 is less than agent.max_context_tokens=100"),
+    ({"agent.max_turns": 0}, "agent.max_turns must be at least 1, not 0"),
+])
+def test_lengths_that_clash_are_refused_before_anything_starts(tmp_path, change, text):
+  config = ml_collections.ConfigDict({
+      "agent": {"max_turns": 8, "max_context_tokens": 100, "max_turn_tokens": 50, "max_calls": 2},
+      "server": {"max_len": 100}, "rl": {"row_tokens": 100}})
+  config.update_from_flattened_dict(change)
+  if text is None:
+    assert wiring.limits(config).max_context_tokens == 100
+    return
+  with pytest.raises(wiring.UserError, match=text):
+    with wiring.session(config, wiring.Workdir(tmp_path), tmp_path):
+      pass
+
+
 @pytest.mark.parametrize("step, have, text", [
     ("latest", [], "no checkpoint yet"), ("start", [], "no starting policy yet"),
     ("newest", [4], "give latest, start or a number"), ("3", [4, 8], "it keeps 4, 8")])
@@ -104,6 +133,8 @@ def test_the_users_errors_are_explained_and_bugs_are_not():
   full = OSError(errno.ENOSPC, "No space left on device", "/w/x")
   assert "the disk is full (/w/x)" in wiring.explain(full)
   assert "no permission for /w/x" in wiring.explain(PermissionError(errno.EACCES, "denied", "/w/x"))
+  full = sqlite3.OperationalError("database or disk is full")  # of the world's pages
+  assert "the disk is full" in wiring.explain(full)
   assert wiring.explain(wiring.UserError("do this")) == "do this"
   from kr.eval.runner import EvaluationStopped
   assert wiring.explain(EvaluationStopped("go on")) == "go on"

@@ -301,7 +301,8 @@ def guesser_share(train: list[types.Task], heldout: list[types.Task]) -> float:
   """
   counts: dict[tuple, collections.Counter] = {}
   for task in train:
-    counts.setdefault((task.kind, task.meta.get("attribute")), collections.Counter())[task.answer] += 1
+    key = task.kind, task.meta.get("attribute")
+    counts.setdefault(key, collections.Counter())[task.answer] += 1
   modal = {k: min(c, key=lambda a: (-c[a], a)) for k, c in counts.items()}
   right = 0
   for task in heldout:

@@ -30,8 +30,6 @@ from kr.tools import search
 TINY = {"countries": 24, "cities": 240, "elements": 40}
 FILES = ("pages.db", "entities.json", "manifest.json", "index")
 
-sources = knowledge.sources
-
 
 class World:
   """A world directory, opened for reading.

@@ -96,13 +96,11 @@ class PageStore:
     self._db.close()
 
 
-def render(html: str | bytes, base_url: str,
-           number_links: bool = True) -> tuple[list[str], list[str]]:
+def render(html: str | bytes, base_url: str) -> tuple[list[str], list[str]]:
   """(lines, links): the page's text, title first, links as `[n] text` with n 1-based into links.
 
   Never raises on any HTML. Links to the same URL share a number; fragments are dropped, and links
-  that lead nowhere (scripts, mail, the page itself) are plain text. `number_links=False` leaves the
-  numbers out of the text, as an index wants it.
+  that lead nowhere (scripts, mail, the page itself) are plain text.
   """
   if isinstance(html, bytes):
     html = html[:4 * _MAX_HTML_CHARS].decode("utf-8", "replace")
@@ -110,7 +108,7 @@ def render(html: str | bytes, base_url: str,
   if _too_deep(html):
     return _split([html_entities.unescape(re.sub(r"<[^<>]*>", "\n", html))]), []
   tree = LexborHTMLParser(html)
-  renderer = _Renderer(base_url, number_links)
+  renderer = _Renderer(base_url)
   title = tree.css_first("title")
   if title is not None:
     renderer.pieces += [title.text().replace("\n", " "), _BREAK]
@@ -160,10 +158,10 @@ def _wrap(text: str) -> list[str]:
 class _Renderer:
   """Walks the tree with a stack of its own (no recursion) and collects text pieces and breaks."""
 
-  def __init__(self, base_url: str, number_links: bool):
+  def __init__(self, base_url: str):
     self.pieces: list[str] = []          # where text goes now: the page's, or an open cell's
     self.links: list[str] = []
-    self._base_url, self._number_links = base_url, number_links
+    self._base_url = base_url
     self._numbers: dict[str, int] = {}
     self._pending: str | None = None      # the target of a link whose text has not begun
     self._outer: list[list[str]] = []     # the pieces around each open cell
@@ -194,9 +192,8 @@ class _Renderer:
       if number > len(self.links):
         self.links.append(self._pending)
       self._pending = None
-      if self._number_links:
-        stripped = text.lstrip()
-        text = f"{' ' * (len(stripped) < len(text))}[{number}] {stripped}"
+      stripped = text.lstrip()
+      text = f"{' ' * (len(stripped) < len(text))}[{number}] {stripped}"
     self.pieces.append(text if self._pre else text.replace("\n", " "))
 
   def _enter(self, node) -> None:

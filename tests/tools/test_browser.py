@@ -28,7 +28,7 @@ def world(tmp_path_factory):
            ("https://w/empty", "", ""),
            ("https://w/wide", "Wide", "<p>" + "word " * 2000 + "<p>needle")]
   assert browser.PageStore.write(path / "pages.db", pages) == 4
-  search.build_index([{"url": u, "title": t, "text": "\n".join(browser.render(h, u, False)[0])}
+  search.build_index([{"url": u, "title": t, "text": "\n".join(browser.render(h, u)[0])}
                       for u, t, h in pages], path / "index")
   return path
 
@@ -48,10 +48,6 @@ def call(tools, name, session="s", **arguments):
 
 def test_a_page_is_lines_with_numbered_links():
   assert browser.render(PAGE, URL) == (LINES, LINKS)
-
-
-def test_an_index_gets_the_text_without_numbers():
-  assert browser.render(PAGE, URL, number_links=False)[0][1] == "Ayacucho is a city in Peru."
 
 
 @pytest.mark.parametrize("html, lines", [
