@@ -24,6 +24,7 @@ from typing import Any
 
 from absl import app
 from absl import flags
+from absl import logging
 import aiohttp
 import jax
 import numpy as np
@@ -55,7 +56,8 @@ class Client:
     return self.rng.integers(0, VOCAB, count).tolist()
 
   async def generate(self, ids: list[int], new_tokens: int) -> list[int]:
-    body = {"input_ids": ids, "return_logprob": True, "sampling_params": {"max_new_tokens": new_tokens}}
+    body = {"input_ids": ids, "return_logprob": True,
+            "sampling_params": {"max_new_tokens": new_tokens}}
     async with self._session.post(self._url + "/generate", json=body) as response:
       response.raise_for_status()
       answer = await response.json()
@@ -82,8 +84,8 @@ async def turns(client: Client, concurrency: int) -> None:
 
 async def measure(url: str, workload: Any, concurrency: int) -> dict[str, float]:
   rates, cached = [], []
-  connector = aiohttp.TCPConnector(limit=0)
-  async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
+  async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0),
+                                   timeout=aiohttp.ClientTimeout(total=600)) as session:
     for repeat in range(_REPEATS.value + 2):
       client = Client(url, session, repeat)
       started = time.perf_counter()
@@ -95,18 +97,22 @@ async def measure(url: str, workload: Any, concurrency: int) -> dict[str, float]
 
 
 def commit() -> str:
-  done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+  done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
+                        text=True)
   return done.stdout.strip() or "unknown"
 
 
 def main(argv: list[str]) -> None:
   del argv
-  cfg = ModelConfig(vocab=VOCAB, width=192, layers=4, heads=6, kv_heads=_KV_HEADS.value, head_dim=32, mlp=512)
+  logging.set_verbosity(logging.WARNING)
+  cfg = ModelConfig(vocab=VOCAB, width=192, layers=4, heads=6, kv_heads=_KV_HEADS.value,
+                    head_dim=32, mlp=512)
   params = transformer.init(cfg, 0)
   count = sum(a.size for a in jax.tree.leaves(params))
-  conditions = {"parameters": int(count), "width": cfg.width, "layers": cfg.layers, "kv_heads": cfg.kv_heads,
-                "vocab": cfg.vocab, "precision": "float32", "cores": len(os.sched_getaffinity(0)),
-                "jax": jax.__version__, "commit": commit(), "repeats": _REPEATS.value, "missing": ["sglang"]}
+  conditions = {"parameters": int(count), "width": cfg.width, "layers": cfg.layers,
+                "kv_heads": cfg.kv_heads, "vocab": cfg.vocab, "precision": "float32",
+                "cores": len(os.sched_getaffinity(0)), "jax": jax.__version__, "commit": commit(),
+                "repeats": _REPEATS.value, "missing": ["sglang"]}
   with tempfile.TemporaryDirectory() as directory:
     checkpoint.save_policy(os.path.join(directory, "model"), params, cfg)
     log = os.path.join(directory, "log")
@@ -114,8 +120,8 @@ def main(argv: list[str]) -> None:
       for workload in (plain, turns):
         for concurrency in map(int, _CONCURRENCY.value):
           got = asyncio.run(measure(server.url, workload, concurrency))
-          print(f"{workload.__name__:6} concurrency {concurrency:3}: {got['tokens_per_s']:8.0f} tokens/s, "
-                f"{got['cached_share']:.0%} of prompt tokens reused", file=sys.stderr)
+          print(f"{workload.__name__:6} concurrency {concurrency:3}: {got['tokens_per_s']:8.0f} "
+                f"tokens/s, {got['cached_share']:.0%} of prompt tokens reused", file=sys.stderr)
           print(json.dumps({
               "benchmark": "server", "metric": "server_tokens_per_s", "unit": "tokens/s",
               "kr": round(got["tokens_per_s"], 1), "peers": {}, "ratios": {},

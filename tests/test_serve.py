@@ -180,8 +180,8 @@ def test_weights_are_updated_under_load_and_every_token_knows_its_version(server
     await post("/update_weights_from_disk", {
         "model_path": str(models / "a"), "weight_version": "0"})
     await post("/pause_generation", {"mode": "retract"})
-    tasks = [asyncio.create_task(post("/generate", generate([i % 61, 7], f"u{i}", max_new_tokens=250)))
-             for i in range(70)]
+    bodies = [generate([i % 61, 7], f"u{i}", max_new_tokens=250) for i in range(70)]
+    tasks = [asyncio.create_task(post("/generate", body)) for body in bodies]
     await until(post, requests(70))
     _, info = await post("/server_info", method="GET")
     before = info["counts"]["output_tokens"]
@@ -297,7 +297,8 @@ def test_help_names_the_flags():
 def test_a_signal_ends_the_server_cleanly(models, number):
   process = subprocess.Popen(
       [sys.executable, "-m", "kr.serve", f"--model={models / 'a'}", f"--port={free_port()}",
-       "--slots=2", "--max_len=64", "--compile_cache="], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+       "--slots=2", "--max_len=64", "--compile_cache="],
+      cwd=ROOT, stderr=subprocess.PIPE, text=True)
   try:
     lines = []
     while not lines or "serving" not in lines[-1]:

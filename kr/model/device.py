@@ -15,9 +15,8 @@ from kr.model import decode
 from kr.model.config import ModelConfig
 from kr.model.slots import Slots
 
-CHUNKS = (16, 64, 256)  # prompt tokens that a row takes in one call
-PREFILL_ROWS = (2, 8, 32)
-PREFILL_TOKENS = 2048  # bound on rows x chunk of one call
+# Prompt tokens that a row takes in one prefill call -> the numbers of rows of such a call.
+PREFILL_ROWS = {16: (4, 32), 64: (4, 32), 256: (8,)}
 DECODE_ROWS = (8, 32)  # and the number of slots
 
 
@@ -34,8 +33,8 @@ class Device:
     self.slots = Slots(slots, max_len + steps)  # a decode call may run past the last token
     capacity = self.slots.capacity
     self.spans = tuple(2 ** i for i in range(7, 31) if 2 ** i < capacity) + (capacity,)
-    self.prefill_spans = (0,) + (self.spans[1:] or self.spans)
-    self.chunks = tuple(c for c in CHUNKS if c <= capacity) or (capacity,)
+    self.prefill_spans = self.spans[1:] or self.spans
+    self.chunks = {c: rows for c, rows in PREFILL_ROWS.items() if c <= capacity} or {capacity: (4,)}
     self.rows = tuple(r for r in DECODE_ROWS if r < slots) + (slots,)
     self._cache = decode.init_cache(cfg, slots + 1, capacity)  # the last slot takes padding rows
     self.params = self.put(params)
@@ -65,11 +64,11 @@ class Device:
 
   def chunk(self, slot: int) -> int:
     """The chunk length that suits what the slot is missing."""
-    return bucket(self.slots.missing(slot), self.chunks)
+    return bucket(self.slots.missing(slot), tuple(self.chunks))
 
   def row_limit(self, chunk: int) -> int:
     """How many rows one prefill call takes at that chunk length."""
-    return max(r for r in PREFILL_ROWS if r * chunk <= PREFILL_TOKENS or r == PREFILL_ROWS[0])
+    return self.chunks[chunk][-1]
 
   def prefill(self, slots: list[int], T: int, scored: bool) -> list[tuple[int, np.ndarray]]:
     """Computes up to T missing tokens of each slot.
@@ -78,7 +77,7 @@ class Device:
     `scored`.
     """
     S = self.slots
-    B = bucket(len(slots), PREFILL_ROWS)
+    B = bucket(len(slots), self.chunks[T])
     slot = np.full(B, S.count, np.int32)
     slot[:len(slots)] = slots
     # A chunk that would run past the slot's end begins earlier and computes a few tokens again.
@@ -125,7 +124,7 @@ class Device:
     return np.asarray(tokens)[:n].tolist(), np.asarray(logprobs)[:n].tolist()
 
   def warm_up(self, spans: int) -> None:
-    """Compiles the programs of the `spans` shortest spans by running them on the padding slot."""
+    """Compiles what the `spans` shortest spans need, by running it on the padding slot."""
     cfg, last = self.cfg, self.slots.count
     for span in self.spans[:spans]:
       self.copy(last, last, span)
@@ -135,9 +134,9 @@ class Device:
                            np.full(B, cfg.vocab, np.int32), one * 0)
         _, _, self._cache = decode.decode(
             self.params, self._cache, rows, cfg=cfg, span=span, steps=self.steps, truncate=False)
-    for span in self.prefill_spans[:spans]:
-      for T in self.chunks:
-        for B in (r for r in PREFILL_ROWS if r <= self.row_limit(T)):
+    for span in self.prefill_spans[:max(spans - 1, 1)]:
+      for T, rows in self.chunks.items():
+        for B in rows:
           zero = np.zeros(B, np.int32)
           self._cache = decode.prefill(self.params, self._cache, np.zeros((B, T), np.int32),
                                        zero + last, zero, cfg=cfg, span=span)
