@@ -126,7 +126,8 @@ def main(argv: list[str]) -> None:
               "benchmark": "server", "metric": "server_tokens_per_s", "unit": "tokens/s",
               "kr": round(got["tokens_per_s"], 1), "peers": {}, "ratios": {},
               "conditions": {**conditions, "workload": workload.__name__,
-                             "concurrency": concurrency, "cached_share": round(got["cached_share"], 3)}}), flush=True)
+                             "concurrency": concurrency,
+                             "cached_share": round(got["cached_share"], 3)}}), flush=True)
 
 
 if __name__ == "__main__":
