@@ -32,12 +32,11 @@ from aiohttp import web
 import jax
 
 from kr.model import checkpoint
+from kr.model import compiled
 from kr.model import hf
 from kr.model import request as protocol
 from kr.model.config import ModelConfig
 from kr.model.engine import Engine, EngineError
-
-_CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kr" / "xla"
 
 _MODEL = flags.DEFINE_string(
     "model", None, "Policy checkpoint or Hugging Face directory.", required=True)
@@ -52,7 +51,7 @@ _VERSION = flags.DEFINE_string("weight_version", "0", "The version of the weight
 _WARM_UP = flags.DEFINE_bool(
     "warm_up", False, "Compile the most common shapes before the first request.")
 _COMPILE_CACHE = flags.DEFINE_string(
-    "compile_cache", str(_CACHE),
+    "compile_cache", str(compiled.DIRECTORY),
     "Directory that keeps compiled programs for the next start; empty: none.")
 _EXIT_WITH_STDIN = flags.DEFINE_bool(
     "exit_with_stdin", False,
@@ -359,9 +358,7 @@ def main(argv: list[str]) -> None:
   if _EXIT_WITH_STDIN.value:
     _watch_stdin()
   if _COMPILE_CACHE.value:
-    jax.config.update("jax_compilation_cache_dir", _COMPILE_CACHE.value)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compiled.keep(_COMPILE_CACHE.value)
   loop = asyncio.new_event_loop()
   ended = asyncio.Event()
   try:

@@ -35,6 +35,7 @@ from kr.data.grade import grade
 from kr.eval import report
 from kr.eval import runner
 from kr.eval import stats
+from kr.model import compiled
 from kr.model import hf
 from kr.model.checkpoint import Checkpoints
 from kr.model.config import ModelConfig
@@ -61,12 +62,24 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   config = _CONFIG.value
   workdir = wiring.Workdir.create(_WORKDIR.value)
+  check_config(config)
   adopt_config(workdir, config)
   if finished(workdir, config):
     print(f"{workdir.path} is complete at {config.rl.steps} steps: see {workdir.report}\n"
           f"Extend it with --config.rl.steps={config.rl.steps + 20}.")
     return
+  compiled.keep()
   clock = Clock(workdir.path / "minutes.json")
+
+  # ---------------------------------------------------------------- the run is this process's alone
+  with contextlib.ExitStack() as stack:
+    run_stages(config, workdir, clock, stack)
+
+
+def run_stages(config: ConfigDict, workdir: wiring.Workdir, clock: "Clock",
+               stack: contextlib.ExitStack) -> None:
+  """All stages in order; `stack` ends what they start."""
+  buffer = stack.enter_context(ReplayBuffer(workdir.buffer))  # locked: one trainer a workdir
 
   # ---------------------------------------------------------------- world, tasks
   with clock("world"):
@@ -78,31 +91,36 @@ def main(argv: list[str]) -> None:
   with clock("start"):
     make_start(workdir, config, world, train)
     checkpoints = Checkpoints(workdir.checkpoints, keep=config.rl.keep_checkpoints)
-    learner, restored = make_learner(workdir, config, checkpoints)
+    learner, restored, meta = make_learner(workdir, config, checkpoints)
 
   # ---------------------------------------------------------------- server, RL, evaluations
   results: dict[str, list[types.Trajectory]] = {}
-  with contextlib.ExitStack() as stack:
-    with clock("server"):
-      session = stack.enter_context(wiring.session(
-          config, workdir, pathlib.Path(checkpoints.policy_path(restored)), version=restored))
+  with clock("server"):
+    session = stack.enter_context(wiring.session(
+        config, workdir, pathlib.Path(checkpoints.policy_path(restored)), version=restored))
 
-    async def evaluate(name: str, tag: str) -> None:
-      with clock(f"evaluate {name}"):
-        results[name] = await runner.evaluate(
-            heldout[:config.eval.tasks], config.eval.samples, policy=session.policy,
-            toolbox=session.toolbox, chat=session.chat, limits=wiring.limits(config), grade=grade,
-            concurrency=config.eval.concurrency, out_path=workdir.eval(name), seed=config.seed,
-            tag=tag)
+  async def evaluate(name: str, tag: str) -> None:
+    with clock(f"evaluate {name}"):
+      results[name] = await runner.evaluate(
+          heldout[:config.eval.tasks], config.eval.samples, policy=session.policy,
+          toolbox=session.toolbox, chat=session.chat, limits=wiring.limits(config), grade=grade,
+          concurrency=config.eval.concurrency, out_path=workdir.eval(name), seed=config.seed,
+          tag=tag)
 
-    async def run(policy: Any) -> None:
-      await policy.check_on_policy()
-      await evaluate("before", "before")  # complete already if a checkpoint was restored
-      with clock("reinforce"):
-        await reinforce(workdir, config, train, learner, restored, checkpoints, session)
-      await evaluate("after", f"after-{config.rl.steps}")
+  async def run(policy: Any) -> None:
+    await policy.check_on_policy()
+    if restored == 0:
+      await evaluate("before", "before")
+    else:  # what is missing there must not be made up by a policy that has learned since
+      results["before"] = runner.read(workdir.eval("before"))
+    with metrics_lib.MetricsWriter(workdir.path, restored) as writer:
+      written = {row["step"] for row in metrics_lib.read(workdir.path)}
+      if meta.get("metrics") and restored not in written:
+        writer.write(restored, meta["metrics"])  # killed between checkpoint and publication
+      await reinforce(config, train, learner, restored, checkpoints, session, buffer, writer, clock)
+    await evaluate("after", f"after-{config.rl.steps}")
 
-    session.run(run)
+  session.run(run)
 
   # ---------------------------------------------------------------- report
   before, after = (stats.table(stats.by_task(results[name]), seed=config.seed)
@@ -123,51 +141,50 @@ def main(argv: list[str]) -> None:
 # -------------------------------------------------------------------- reinforcement learning
 
 
-async def reinforce(workdir: wiring.Workdir, config: ConfigDict, train: list[types.Task],
-                    learner: Learner, restored: int, checkpoints: Checkpoints,
-                    session: wiring.Session) -> None:
+async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learner, restored: int,
+                    checkpoints: Checkpoints, session: wiring.Session, buffer: ReplayBuffer,
+                    writer: metrics_lib.MetricsWriter, clock: Clock) -> None:
   """REINFORCE. Step n rolls out under policy n-1, updates it, and publishes policy n."""
   rl = config.rl
-  with ReplayBuffer(workdir.buffer) as buffer, \
-      metrics_lib.MetricsWriter(workdir.path, restored) as writer, \
-      tqdm.tqdm(total=rl.steps, initial=restored, desc="reinforce", unit="step") as bar:
-    buffer.rewind(restored)  # what was trained after that checkpoint is to be trained again
+  buffer.rewind(restored)  # what was trained after that checkpoint is to be trained again
+  with tqdm.tqdm(total=rl.steps, initial=restored, desc="reinforce", unit="step") as bar:
     for step in range(restored + 1, rl.steps + 1):
       seconds, watch = {}, Stopwatch()
 
       # ---- rollout: groups of trajectories, concurrently
       trajectories = await rollout.collect(
-          pick_tasks(train, config.seed, step, rl.tasks_per_step), rl.group_size, step=step,
+          rollout.pick_tasks(train, config.seed, step, rl.tasks_per_step), rl.group_size, step=step,
           seed=config.seed, policy=session.policy, toolbox=session.toolbox, chat=session.chat,
           limits=wiring.limits(config), buffer=buffer, grade=grade,
           concurrency=config.rollout.concurrency, budget_s=config.rollout.budget_s or None,
           on_progress=lambda _, done, total: bar.set_postfix_str(f"rollout {done}/{total}"))
       if not config.rollout.budget_s:
-        assert_on_policy(trajectories, step - 1)
+        rollout.assert_on_policy(trajectories, step - 1)
       seconds["rollout_s"] = watch()
 
       # ---- reward, advantage, negative sample control, update
       rewards, advantages, keep = credit(trajectories, rl, [config.seed, step])
       batch = batch_lib.pack(
           list(zip(trajectories, advantages, keep)), rl.row_tokens, rl.micro_rows)
-      update = await asyncio.to_thread(learner.update, batch)
+      update = await asyncio.to_thread(learner.update, batch, step - 1)
       check_gap(step, update.get("logprob_gap", 0.0), rl.max_logprob_gap)
       seconds["update_s"] = watch()
 
       # ---- checkpoint, publish. Rows are consumed first, and rewound if no checkpoint follows.
+      row = {**metrics_lib.summarize(trajectories, rewards, buffer.counts(step)["excluded"]),
+             **update, **seconds, "discarded": int((~keep).sum()),
+             "padding_share": batch.padding_share}
       buffer.consume([t.id for t in trajectories], step)
-      save(checkpoints, step, learner)
+      save(checkpoints, step, learner, row)
       await session.publish(checkpoints.policy_path(step), step)
       seconds["publish_s"] = watch()
 
-      row = {
-          **metrics_lib.summarize(trajectories, rewards, buffer.counts(step)["excluded"]),
-          **update, **seconds, "discarded": int((~keep).sum()),
-          "padding_share": batch.padding_share,
-          "tokens_per_s": sum(len(s) for t in trajectories for s in t.segments)
-                          / sum(seconds.values())}
+      row |= {"publish_s": seconds["publish_s"],
+              "tokens_per_s": sum(len(s) for t in trajectories for s in t.segments)
+                              / sum(seconds.values())}
       writer.write(step, row)
-      tqdm.tqdm.write(console_line(step, row), file=sys.stderr)
+      clock.add("reinforce", sum(seconds.values()))
+      tqdm.tqdm.write(metrics_lib.console_line(step, row), file=sys.stderr)
       bar.update()
 
 
@@ -186,24 +203,6 @@ def credit(trajectories: Sequence[types.Trajectory], rl: ConfigDict, seed: Seque
   return ([rewards[t.id] for t in trajectories], [advantages[t.id] for t in trajectories], keep)
 
 
-def pick_tasks(train: Sequence[types.Task], seed: int, step: int, count: int) -> list[types.Task]:
-  """The tasks of a step: a walk through seeded permutations, the same after every restart."""
-  chosen = []
-  for number in range((step - 1) * count, step * count):
-    epoch, at = divmod(number, len(train))
-    chosen.append(train[np.random.default_rng([seed, epoch]).permutation(len(train))[at]])
-  return list({task.id: task for task in chosen}.values())  # a step may span two epochs
-
-
-def assert_on_policy(trajectories: Sequence[types.Trajectory], version: int) -> None:
-  """Checks that the policy which is updated sampled every token itself."""
-  for t in trajectories:
-    for segment in t.segments:
-      if odd := {v for v, m in zip(segment.versions, segment.mask) if m} - {version}:
-        raise AssertionError(f"trajectory {t.id} holds tokens of policy {sorted(odd)} in a step "
-                             f"that updates policy {version}")
-
-
 def check_gap(step: int, gap: float, bound: float) -> None:
   """Stops the run if server and learner disagree about the probability of what was sampled."""
   if not gap <= bound:
@@ -211,16 +210,6 @@ def check_gap(step: int, gap: float, bound: float) -> None:
         f"step {step}: the server's logprobs differ from the learner's by {gap:.2e} on average, "
         f"more than rl.max_logprob_gap={bound:g}. The two do not run the same policy: that is a "
         "bug, not noise. Nothing was saved of this step.")
-
-
-def console_line(step: int, m: dict[str, Any]) -> str:
-  """What a step did, in one line."""
-  return (f"step {step:3d}  reward {m['reward']:+.3f}  pass {m['pass_rate']:.2f}  "
-          f"faults {m['format_fault_rate']:.2f}  turns {m['turns']:.2f}  "
-          f"entropy {m.get('entropy', 0.0):.3f}  gap {m.get('logprob_gap', 0.0):.0e}  "
-          f"{m['tokens_per_s']:.0f} tok/s  rollout {m['rollout_s']:.1f} s "
-          f"(tools {m['tools_s']:.1f})  update {m['update_s']:.1f} s  "
-          f"publish {m['publish_s']:.1f} s")
 
 
 # -------------------------------------------------------------------- stages before it
@@ -232,8 +221,10 @@ def make_world(workdir: wiring.Workdir, config: ConfigDict) -> world_lib.World:
   if not (path / "manifest.json").is_file():
     if w.dir:
       raise wiring.UserError(f"world.dir={w.dir} holds no world; leave it empty to build one")
-    world_lib.build(path, w.seed, countries=w.countries, cities=w.cities, elements=w.elements)
-  world = world_lib.World(path)
+    with users_error("config.world"):
+      world_lib.build(path, w.seed, countries=w.countries, cities=w.cities, elements=w.elements)
+  with users_error(str(path)):
+    world = world_lib.World(path)
   say(f"{world.manifest['pages']} pages, {world.manifest['links']} links: {path}")
   return world
 
@@ -242,11 +233,16 @@ def make_tasks(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
                ) -> tuple[list[types.Task], list[types.Task], float]:
   """Train tasks, held-out tasks, and the share of the latter that a guesser gets right."""
   t = config.tasks
-  if not workdir.tasks("heldout").is_file():  # written last
-    train, heldout = tasks_lib.make(world, t.seed, t.train, t.heldout, t.mix.to_dict())
-    tasks_lib.save(train, workdir.tasks("train"))
+  if not workdir.tasks("train").is_file():  # written last; a user's own file is never replaced
+    with users_error("config.tasks"):
+      train, heldout = tasks_lib.make(world, t.seed, t.train, t.heldout, t.mix.to_dict())
     tasks_lib.save(heldout, workdir.tasks("heldout"))
+    tasks_lib.save(train, workdir.tasks("train"))
   train, heldout = workdir.load_tasks("train"), workdir.load_tasks("heldout")
+  for task in (*train, *heldout):
+    with users_error(f"task {task.id}"):
+      if not grade(task, task.answer):
+        raise ValueError(f"its own answer {task.answer!r} is graded wrong: check answer_type")
   guessed = tasks_lib.guesser_share(train, heldout)
   say(f"{len(train)} train and {len(heldout)} held-out tasks; "
       f"a guesser without tools gets {guessed:.1%} of the latter right")
@@ -257,11 +253,12 @@ def make_start(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
                train: Sequence[types.Task]) -> None:
   """Puts the starting policy into the workdir: the one that ships, or one made now."""
   if (workdir.start / "config.json").is_file():
-    return
+    return say(f"the starting policy is there already: {workdir.start}")
   source, s = pathlib.Path(config.start.dir), config.start
   if s.rebuild:
-    toolbox = wiring.build_toolbox(config, workdir)
     source = workdir.path / "start-made"
+  if s.rebuild and not (source / "log.jsonl").is_file():  # written last
+    toolbox = wiring.build_toolbox(config, workdir)
     start.build(
         world, train, toolbox, source, system=config.agent.system, declare=config.agent.declare,
         limits=wiring.limits(config), lines=config.tools.lines, demonstrations=s.demonstrations,
@@ -271,20 +268,18 @@ def make_start(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
         steps=s.steps, trajectories_per_step=s.trajectories_per_step,
         learning_rate=s.learning_rate, row_tokens=config.rl.row_tokens,
         micro_rows=config.rl.micro_rows, seed=s.seed)
-  elif not (source / "config.json").is_file():
+  if not (source / "config.json").is_file():
     raise wiring.UserError(
         f"start.dir={s.dir} holds no starting policy: run from the repository's root, or make one "
         "with --config.start.rebuild=True (about 20 minutes)")
-  for target in (workdir.tokenizer, workdir.start):  # the second says that both are there
-    fresh = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, fresh)
-    os.replace(fresh, target)
+  fresh = workdir.path / f".start.{os.getpid()}"
+  shutil.copytree(source, fresh)
+  os.replace(fresh, workdir.start)
 
 
 def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Checkpoints
-                 ) -> tuple[Learner, int]:
-  """The learner, and its step: the latest checkpoint's, or 0 for the starting policy."""
+                 ) -> tuple[Learner, int, dict[str, Any]]:
+  """The learner, its step and meta: the latest checkpoint's, or 0 for the starting policy."""
   rl = config.rl
   params, cfg = hf.load(workdir.start)
   learner = Learner(
@@ -293,20 +288,46 @@ def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Check
   latest = checkpoints.latest()
   if latest is None:
     save(checkpoints, 0, learner)
-    return learner, 0
-  learner.params, learner.opt_state, _ = checkpoints.restore(
+    return learner, 0, {}
+  learner.params, learner.opt_state, meta = checkpoints.restore(
       latest, learner.params, learner.opt_state)
-  return learner, latest
+  return learner, latest, meta
 
 
-def save(checkpoints: Checkpoints, step: int, learner: Learner) -> None:
+def save(checkpoints: Checkpoints, step: int, learner: Learner,
+         metrics: dict[str, Any] | None = None) -> None:
+  """A checkpoint, with the step's metrics in case that the process dies before it writes them."""
   checkpoints.save(step, learner.params, learner.opt_state,
-                   {"model": learner.cfg, "tokenizer": "../../tokenizer"})
+                   {"model": learner.cfg, "tokenizer": "../../start", "metrics": metrics})
 
 
 # -------------------------------------------------------------------- the run's own state
 
-_EXTENDABLE = ("rl.steps", "start.rebuild")  # may differ between two starts of one run
+# What may differ between two starts of one run: its length, and what changes no result.
+_FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "server.",
+         "eval.concurrency:", "rollout.concurrency:")
+
+
+def check_config(config: ConfigDict) -> None:
+  """Refuses values out of range before anything starts."""
+  rl = config.rl
+  with users_error("config.rl"):
+    reward.step_rewards(types.StopReason.ANSWERED, True, 1, rl.gamma, rl.format_penalty)
+    advantage.negative_sample_control([], rl.negatives_keep, np.random.default_rng(0))
+    if min(rl.tasks_per_step, rl.group_size, rl.micro_rows) < 1 or rl.steps < 0:
+      raise ValueError("tasks_per_step, group_size and micro_rows must be at least 1, steps 0")
+    if rl.keep_checkpoints < 2:
+      raise ValueError("keep_checkpoints must be at least 2: the server may still need the last "
+                       "policy while the next one is published")
+
+
+@contextlib.contextmanager
+def users_error(where: str) -> Iterator[None]:
+  """A ValueError inside is the user's to fix."""
+  try:
+    yield
+  except ValueError as e:
+    raise wiring.UserError(f"{where}: {e}") from e
 
 
 def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
@@ -314,7 +335,7 @@ def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
   if workdir.config.is_file():
     saved = workdir.load_config()
     differences = [line for line in wiring.config_differences(saved, config)
-                   if not line.startswith(tuple(f"{key}:" for key in _EXTENDABLE))]
+                   if not line.startswith(_FREE)]
     if differences:
       raise wiring.UserError(
           f"{workdir.path} is the workdir of another config; what differs:\n  "
@@ -343,12 +364,15 @@ class Clock:
   @contextlib.contextmanager
   def __call__(self, stage: str) -> Iterator[None]:
     say(f"== {stage}")
-    before, watch = self.minutes.get(stage, 0.0), Stopwatch()
+    watch = Stopwatch()
     try:
       yield
     finally:
-      self.minutes[stage] = round(before + watch() / 60, 3)
-      wiring.write_json(self._path, self.minutes)
+      self.add(stage, watch())
+
+  def add(self, stage: str, seconds: float) -> None:
+    self.minutes[stage] = round(self.minutes.get(stage, 0.0) + seconds / 60, 4)
+    wiring.write_json(self._path, self.minutes)
 
 
 class Stopwatch:

@@ -55,7 +55,6 @@ class Workdir:
     self.config = self.path / "config.json"
     self.start = self.path / "start"
     self.checkpoints = self.path / "checkpoints"
-    self.tokenizer = self.path / "tokenizer"
     self.buffer = self.path / "buffer.db"
     self.summary = self.path / "summary.json"
     self.report = self.path / "report.html"
@@ -167,7 +166,7 @@ def build_chat(config: ConfigDict, workdir: Workdir, toolbox: Toolbox) -> Chat:
   """The chat of the run's tokenizer, which declares the toolbox's tools."""
   agent = config.agent
   try:
-    return Chat(workdir.tokenizer, toolbox.specs, agent.system, declare=agent.declare,
+    return Chat(workdir.start, toolbox.specs, agent.system, declare=agent.declare,
                 max_calls=agent.max_calls)
   except ValueError as e:
     raise UserError(str(e)) from e

@@ -44,12 +44,17 @@ def make_optimizer(
   )
 
 
-def micro_batches(batch: Batch, rows: int, trained_multiple: int = 512) -> Iterator[loss_lib.Rows]:
+def micro_batches(batch: Batch, rows: int, version: int | None = None,
+                  trained_multiple: int = 512) -> Iterator[loss_lib.Rows]:
   """Cuts a batch into micro-batches of `rows` rows, padded so that few shapes are compiled.
 
   The batch's row count must be a multiple of `rows` (`pack` sees to it). The number of
-  trained tokens is rounded up to a multiple of `trained_multiple`.
+  trained tokens is rounded up to a multiple of `trained_multiple`. version: the policy that
+  is updated; the behaviour logprobs of others' tokens become NaN, since they may differ.
   """
+  logprobs = batch.logprobs
+  if version is not None:
+    logprobs = np.where(batch.versions == version, logprobs, np.nan)
   for start in range(0, batch.tokens.shape[0], rows):
     part = slice(start, start + rows)
     row, at = np.nonzero(batch.mask[part])
@@ -66,7 +71,7 @@ def micro_batches(batch: Batch, rows: int, trained_multiple: int = 512) -> Itera
       target=column(batch.tokens, np.int32),
       advantage=column(batch.advantages, np.float32),
       weight=column(batch.weights, np.float32),
-      behaviour=column(batch.logprobs, np.float32),
+      behaviour=column(logprobs, np.float32),
     )
 
 
@@ -86,14 +91,15 @@ class Learner:
     self.opt_state = optimizer.init(self.params) if opt_state is None else opt_state
     self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p))
 
-  def update(self, batch: Batch) -> dict[str, float]:
+  def update(self, batch: Batch, version: int | None = None) -> dict[str, float]:
     """One optimizer step on a packed batch; returns means over its trained tokens.
 
-    A batch without a single trained token changes nothing. A non-finite gradient is
-    skipped and reported as `skipped` = 1.
+    `logprob_gap` is the mean absolute difference to the behaviour logprobs, over the tokens
+    that policy `version` sampled (None: all). A batch without a single trained token changes
+    nothing. A non-finite gradient is skipped and reported as `skipped` = 1.
     """
     grads, sums = self._zeros(self.params), []
-    for rows in micro_batches(batch, self.micro_rows):
+    for rows in micro_batches(batch, self.micro_rows, version):
       grads, aux = _accumulate(self.params, grads, self.cfg, rows)
       sums.append(aux)
     if not sums:
@@ -109,7 +115,7 @@ class Learner:
       "trained_tokens": int(n),
       "log_prob": total("log_prob") / n,
       "entropy": total("entropy") / n,
-      "logprob_gap": total("gap") / n,
+      "logprob_gap": total("gap") / max(total("compared_tokens"), 1),
       "logprob_gap_max": max(s["max_gap"] for s in sums),
     }
 

@@ -26,7 +26,8 @@ class Rows(NamedTuple):
   tokens, positions, segment_ids: [B,T] int32. The other fields are [N], one entry a
   trained token, padded with weight 0: `row` and `before` address the position that
   predicts it (the one before it), `target` is its id, `advantage` its step's advantage,
-  `weight` is 1 / number of trajectories, `behaviour` the logprob it was sampled with.
+  `weight` is 1 / number of trajectories, `behaviour` the logprob it was sampled with, NaN
+  where another policy than this one sampled it (only pauses can bring that about).
   """
 
   tokens: np.ndarray
@@ -52,12 +53,14 @@ def reinforce(
   log_prob = jnp.take_along_axis(log_p, rows.target[:, None], -1)[:, 0]  # [N]
   loss = -jnp.sum(rows.weight * rows.advantage * log_prob)
   real = rows.weight > 0
-  gap = jnp.where(real, jnp.abs(log_prob - rows.behaviour), 0.0)
+  compared = real & ~jnp.isnan(rows.behaviour)
+  gap = jnp.where(compared, jnp.abs(log_prob - rows.behaviour), 0.0)
   return loss, jax.lax.stop_gradient(
     {
       "trained_tokens": jnp.sum(real),
       "log_prob": jnp.sum(jnp.where(real, log_prob, 0.0)),
       "entropy": jnp.sum(jnp.where(real, entropy(log_p), 0.0)),
+      "compared_tokens": jnp.sum(compared),
       "gap": jnp.sum(gap),
       "max_gap": jnp.max(gap),
     }

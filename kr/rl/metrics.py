@@ -54,6 +54,20 @@ def summarize(trajectories: Sequence[types.Trajectory], rewards: Sequence[np.nda
   }
 
 
+def console_line(step: int, m: dict[str, Any]) -> str:
+  """What a step did, in one line; – where a step has no trajectories to tell it of."""
+  number = lambda key, form: "–" if m.get(key) is None else format(m[key], form)
+  # Tool time is added up over concurrent trajectories: its share of their time is what counts.
+  waited = m["policy_s"] + m["tools_s"]
+  tools = m["rollout_s"] * m["tools_s"] / waited if waited else 0.0
+  return (f"step {step:3d}  reward {number('reward', '+.3f')}  pass {number('pass_rate', '.2f')}  "
+          f"faults {number('format_fault_rate', '.2f')}  turns {number('turns', '.2f')}  "
+          f"entropy {number('entropy', '.3f')}  gap {number('logprob_gap', '.0e')}  "
+          f"{number('tokens_per_s', '.0f')} tok/s  "
+          f"rollout {m['rollout_s']:.1f} s (tools {tools:.1f})  "
+          f"update {m['update_s']:.1f} s  publish {m['publish_s']:.1f} s")
+
+
 def read(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """The lines of metrics.jsonl, in order; a torn last line (kill -9) is left out."""
   path = _path(workdir)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kr import types
 from kr.agent import loop
 from kr.rl.buffer import ReplayBuffer
@@ -97,6 +99,24 @@ async def collect(
   if ran and not ready:
     _refuse_failures(ran, step)
   return ready
+
+
+def pick_tasks(train: Sequence[types.Task], seed: int, step: int, count: int) -> list[types.Task]:
+  """The tasks of a step: a walk through seeded permutations, the same after every restart."""
+  chosen = []
+  for number in range((step - 1) * count, step * count):
+    epoch, at = divmod(number, len(train))
+    chosen.append(train[np.random.default_rng([seed, epoch]).permutation(len(train))[at]])
+  return list({task.id: task for task in chosen}.values())  # a step may span two epochs
+
+
+def assert_on_policy(trajectories: Sequence[types.Trajectory], version: int) -> None:
+  """Checks that the policy which is updated sampled every token itself."""
+  for t in trajectories:
+    for segment in t.segments:
+      if odd := {v for v, m in zip(segment.versions, segment.mask) if m} - {version}:
+        raise AssertionError(f"trajectory {t.id} holds tokens of policy {sorted(odd)} in a step "
+                             f"that updates policy {version}")
 
 
 def by_group(trajectories: Iterable[types.Trajectory]) -> list[list[types.Trajectory]]:
