@@ -41,8 +41,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     mlp=512,
     rope_theta=1e6,
     demonstrations=12000,
-    steps=900,
-    trajectories_per_step=64,
+    steps=600,
+    trajectories_per_step=32,
     learning_rate=2e-3,
   )
 

@@ -27,12 +27,12 @@ Researcher = Generator[list[int], str, None]
 # Share of each habit. `direct` and `thorough` answer rightly, the second at the cost of turns that
 # add nothing; the others fail in ways of which language models are fond.
 HABITS = {
-  "direct": 0.2,
-  "thorough": 0.22,
-  "guess": 0.14,
-  "astray": 0.2,
+  "direct": 0.12,
+  "thorough": 0.25,
+  "guess": 0.16,
+  "astray": 0.21,
   "endless": 0.1,
-  "malformed": 0.14,
+  "malformed": 0.16,
 }
 
 # What demonstrations say over and over: the tokenizer makes a token of each.
@@ -132,7 +132,7 @@ def research(author: Author, habit: str) -> Researcher:
   titles = [chain[0]["title"] for chain in chains]
   moves = 1 + sum(map(len, chains))  # the search, then a page for each fact
   bad = rng.randrange(moves) if habit in ("astray", "malformed") else -1  # the move that goes wrong
-  idle = rng.randrange(moves) if habit == "thorough" else -1  # the move that is made twice
+  idle = rng.sample(range(moves), 2) if habit == "thorough" else []  # moves that are made twice
   if habit == "malformed" and bad == 0:
     yield author.malformed()
     return
@@ -142,7 +142,7 @@ def research(author: Author, habit: str) -> Researcher:
       results = yield author.search(titles)
     yield author.guess()
     return
-  if idle == 0:
+  if 0 in idle:
     results = yield author.search(titles, "check")
   move, notes, values = 0, "open", []
   for chain, title in zip(chains, titles):
@@ -160,7 +160,7 @@ def research(author: Author, habit: str) -> Researcher:
       seen = yield author.open(page, notes)
       if habit != "astray" and read(seen, fact["key"]) is None:
         seen = yield author.find(fact["key"], notes)  # further down than the window shows
-      if idle == move:
+      if move in idle:
         seen = yield author.check(page, fact["key"])
       value = read(seen, fact["key"]) or rng.choice(author.decoys)
       notes = f"{fact['key']}: {value}"

@@ -64,7 +64,7 @@ def test_thorough_researcher_is_right_too_in_more_turns(tiny_world, tasks, chat_
   direct = record(tiny_world, tasks, chat_dir, "direct", 30, monkeypatch)
   thorough = record(tiny_world, tasks, chat_dir, "thorough", 30, monkeypatch)
   assert all(t.correct for t in thorough)
-  assert all(len(a.turns) == len(b.turns) + 1 for a, b in zip(thorough, direct))
+  assert all(len(a.turns) == len(b.turns) + 2 for a, b in zip(thorough, direct))
 
 
 def test_guesser_opens_nothing_and_is_wrong(tiny_world, tasks, chat_dir, monkeypatch):
