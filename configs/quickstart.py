@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   c.world = dict(dir="", seed=0, countries=250, cities=5700, elements=118)
   c.tasks = dict(
     seed=0,
-    train=4000,
+    train=12000,
     heldout=400,
     mix=dict(onehop=0.45, twohop=0.25, threehop=0.1, comparison=0.1, arithmetic=0.1),
   )
@@ -33,15 +33,15 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     dir="starts/quickstart",
     rebuild=False,
     seed=0,
-    vocab=2048,
+    vocab=768,
     width=192,
     layers=4,
     heads=3,
     head_dim=64,
-    mlp=512,
+    mlp=640,
     rope_theta=1e6,
     demonstrations=12000,
-    steps=600,
+    steps=500,
     trajectories_per_step=32,
     learning_rate=2e-3,
   )
@@ -61,22 +61,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )  # 0: no time budget, every trajectory ends in its step
 
   c.rl = dict(
-    steps=50,
-    tasks_per_step=8,
-    group_size=8,
-    gamma=0.95,
-    format_penalty=0.2,
-    negatives_keep=0.5,
-    protect_faults=True,
-    learning_rate=5e-4,
-    warmup_steps=5,
-    clip_norm=1.0,
-    weight_decay=0.0,
-    row_tokens=768,
-    micro_rows=4,
-    max_logprob_gap=1e-3,
-    keep_checkpoints=2,
-  )
+      steps=50, tasks_per_step=16, group_size=4,
+      gamma=0.95, format_penalty=0.2, negatives_keep=0.3, protect_faults=True,
+      learning_rate=2.5e-4, b2=0.99, warmup_steps=5, clip_norm=10.0, weight_decay=0.0,
+      row_tokens=768, micro_rows=4, max_logprob_gap=1e-3, keep_checkpoints=2)
   c.eval = dict(tasks=200, samples=4, concurrency=64)
 
   if arg == "tiny":

@@ -283,8 +283,8 @@ def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Check
   rl = config.rl
   params, cfg = hf.load(workdir.start)
   learner = Learner(
-      cfg, params, make_optimizer(rl.learning_rate, rl.warmup_steps, rl.clip_norm, rl.weight_decay),
-      micro_rows=rl.micro_rows)
+      cfg, params, make_optimizer(rl.learning_rate, rl.warmup_steps, rl.clip_norm, rl.weight_decay,
+                                  rl.b2), micro_rows=rl.micro_rows)
   latest = checkpoints.latest()
   if latest is None:
     save(checkpoints, 0, learner)

@@ -7,9 +7,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 
+import ml_collections
 import pytest
 
+from kr import types
+
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The quick start in miniature, and smaller still.
 MICRO = [
@@ -171,12 +176,73 @@ def test_kill_9_anywhere_loses_no_trajectory_and_trains_none_twice(tmp_path):
   assert sum(row["trajectories"] for row in metrics(workdir)) == 12
 
 
+def server_of(trainer):
+  """The process id of the trainer's inference server, or None while there is none."""
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+      parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+      if parent == trainer and b"kr.serve" in (path / "cmdline").read_bytes():
+        return int(path.name)
+    except (OSError, ValueError, IndexError):
+      continue  # it ended while we looked
+  return None
+
+
+def test_server_killed_in_mid_run_is_restarted_and_nothing_is_lost(tmp_path):
+  workdir = tmp_path / "run"
+  command = [sys.executable, "-m", "kr.train", f"--workdir={workdir}", *MICRO,
+             "--config.rl.steps=3"]
+  with open(tmp_path / "log", "w") as log, subprocess.Popen(
+      command, cwd=ROOT, stdout=log, stderr=log,
+      env={**os.environ, "PYTHONPATH": str(ROOT)}) as trainer:
+    while not ((workdir / "metrics.jsonl").is_file() and metrics(workdir)):
+      assert trainer.poll() is None, (tmp_path / "log").read_text()[-3000:]
+      time.sleep(0.05)
+    os.kill(server_of(trainer.pid), signal.SIGKILL)
+    assert trainer.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+  assert "restarting" in (tmp_path / "log").read_text()
+  assert [row["step"] for row in metrics(workdir)] == [1, 2, 3]
+  assert all(state == "finished" and made == consumed
+             for state, made, consumed in rows(workdir).values())
+  assert len(rows(workdir)) == 18
+
+
+def test_starting_policy_can_be_made_again(tmp_path):
+  workdir = tmp_path / "run"
+  made = train(workdir, *MICRO, "--config.rl.steps=0", "--config.start.rebuild=True",
+               "--config.start.steps=3", "--config.start.demonstrations=40",
+               "--config.start.trajectories_per_step=8")
+  assert made.returncode == 0, made.stderr[-3000:]
+  log = [json.loads(line) for line in (workdir / "start" / "log.jsonl").read_text().splitlines()]
+  assert log[0]["demonstrations"] == 40 and 0.1 < log[0]["correct"] < 0.7
+  assert [row["step"] for row in log[1:]] == [1, 2, 3]
+  assert log[3]["log_prob"] > log[1]["log_prob"]  # it imitates
+
+
+def test_credit_of_a_group_by_hand():
+  from kr import train as binary
+  task = types.Task("a", "q", "1", "k")
+  right = types.Trajectory("r", task, stop=types.StopReason.ANSWERED, correct=True,
+                           turns=[types.Turn(0, 0, 1, 0)] * 2, meta={"step_made": 1})
+  wrong = types.Trajectory("w", task, stop=types.StopReason.ANSWERED, correct=False,
+                           turns=[types.Turn(0, 0, 1, 0)], meta={"step_made": 1})
+  rl = ml_collections.ConfigDict(dict(
+      gamma=0.5, format_penalty=0.2, negatives_keep=0.0, protect_faults=True))
+  rewards, advantages, keep = binary.credit([right, wrong], rl, [0, 1])
+  # Rewards 0.5 1 | 0. Baselines, each the other's mean: 0 and 0.75.
+  assert [r.tolist() for r in rewards] == [[0.5, 1.0], [0.0]]
+  assert [a.tolist() for a in advantages] == [[0.5, 1.0], [-0.75]]
+  assert keep.tolist() == [True, False]  # no negative sample is kept
+
+
 @pytest.mark.parametrize(
   "flags, words",
   [
     (["--config=configs/quickstart.py:tiny", "--config.rl.gama=0.9"], ["gama"]),
     (["--config=configs/no_such.py"], ["no_such.py"]),
     (["--config=configs/quickstart.py:big"], ["tiny"]),
+      ([*MICRO, "--config.rl.gamma=1.5"], ["gamma", "1.5"]),
+      ([*MICRO, "--config.world.countries=1"], ["config.world"]),
     ([*MICRO, "--config.start.dir=nowhere"], ["nowhere", "start.rebuild"]),
   ],
   ids=["unknown key", "no such file", "no such form", "no starting policy"],

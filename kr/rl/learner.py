@@ -19,29 +19,25 @@ from kr.rl import loss as loss_lib
 from kr.rl.batch import Batch
 
 
-def make_optimizer(
-  learning_rate: float,
-  warmup_steps: int,
-  clip_norm: float,
-  weight_decay: float,
-  decay_steps: int | None = None,
-) -> optax.GradientTransformation:
-  """AdamW behind a global-norm clip; linear warm-up, then constant or cosine to a tenth."""
+def make_optimizer(learning_rate: float, warmup_steps: int, clip_norm: float, weight_decay: float,
+                   b2: float = 0.95, decay_steps: int | None = None
+                   ) -> optax.GradientTransformation:
+  """AdamW behind a global-norm clip; linear warm-up, then constant or cosine to a tenth.
+
+  b2: decay of the second moment. RL wants it near 1: as the policy improves, gradients
+  shrink, and a short memory would scale their noise up to full steps.
+  """
   if decay_steps:
     schedule = optax.warmup_cosine_decay_schedule(
-      0.0, learning_rate, warmup_steps, decay_steps, learning_rate / 10
-    )
+        0.0, learning_rate, warmup_steps, decay_steps, learning_rate / 10)
   else:
     schedule = optax.linear_schedule(
-      learning_rate / max(warmup_steps, 1), learning_rate, warmup_steps
-    )
+        learning_rate / max(warmup_steps, 1), learning_rate, warmup_steps)
   decayed = lambda params: jax.tree_util.tree_map_with_path(
-    lambda path, _: not path[-1].key.endswith("norm"), params
-  )
+      lambda path, _: not path[-1].key.endswith("norm"), params)
   return optax.chain(
-    optax.clip_by_global_norm(clip_norm),
-    optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=decayed),
-  )
+      optax.clip_by_global_norm(clip_norm),
+      optax.adamw(schedule, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decayed))
 
 
 def micro_batches(batch: Batch, rows: int, version: int | None = None,

@@ -73,11 +73,17 @@ def build(world: World, tasks: Sequence[types.Task], toolbox: Toolbox,
 
 def make_tokenizer(world: World, tasks: Sequence[types.Task], system: str, vocab: int, lines: int,
                    out_dir: str | os.PathLike) -> None:
-  """Trains the tokenizer on what the policy will see: the tops of pages, questions, scripts."""
+  """Trains the tokenizer on what the policy will see: the tops of pages, questions, scripts.
+
+  Only pages that `tasks` lead to. A held-out name must be made of tokens that the policy has
+  met: a name that is a token of its own, and never met, cannot be copied.
+  """
+  met = sorted({title for task in tasks for title in task.meta["entities"]})
+
   def texts() -> Iterator[str]:
-    for entity in world.entities.values():
-      title, html = world.store.get(entity["url"])
-      yield "\n".join([title] + render(html, entity["url"])[0][:2 * lines])
+    for title in met:
+      url = world.entities[title]["url"]
+      yield "\n".join([title] + render(world.store.get(url)[1], url)[0][:lines])
       yield f"r1 {title}: "
     for task in tasks:
       yield f"{system} {task.question}"

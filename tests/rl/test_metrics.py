@@ -113,3 +113,13 @@ def test_lines_are_json_one_a_step(tmp_path):
   with metrics.MetricsWriter(tmp_path) as writer:
     writer.write(1, {"b": True})
   assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "b": True}
+
+
+def test_console_line_divides_tool_time_by_what_ran_at_once_and_shows_gaps_as_dashes():
+  row = {"reward": 0.5, "pass_rate": 0.25, "format_fault_rate": 0.0, "turns": 3.0, "policy_s": 30.0,
+         "tools_s": 10.0, "rollout_s": 2.0, "update_s": 1.0, "publish_s": 0.5, "entropy": None}
+  line = metrics.console_line(7, row)
+  assert "step   7" in line and "pass 0.25" in line and "entropy –" in line and "gap –" in line
+  assert "(tools 0.5)" in line  # 10 of 40 trajectory-seconds, in 2 seconds
+  empty = metrics.summarize([], [], 0)
+  assert "reward –" in metrics.console_line(1, {**row, **empty})
