@@ -147,7 +147,12 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
   """REINFORCE. Step n rolls out under policy n-1, updates it, and publishes policy n."""
   rl = config.rl
   buffer.rewind(restored)  # what was trained after that checkpoint is to be trained again
-  with tqdm.tqdm(total=rl.steps, initial=restored, desc="reinforce", unit="step") as bar:
+  with tqdm.tqdm(total=rl.steps, initial=restored, desc="reinforce", unit="step",
+                 mininterval=0.2 if sys.stderr.isatty() else 30.0) as bar:
+    def on_progress(_, done: int, total: int) -> None:
+      bar.set_postfix_str(f"rollout {done}/{total}", refresh=False)
+      bar.update(0)  # draws, if it is time to
+
     for step in range(restored + 1, rl.steps + 1):
       seconds, watch = {}, Stopwatch()
 
@@ -157,7 +162,7 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
           seed=config.seed, policy=session.policy, toolbox=session.toolbox, chat=session.chat,
           limits=wiring.limits(config), buffer=buffer, grade=grade,
           concurrency=config.rollout.concurrency, budget_s=config.rollout.budget_s or None,
-          on_progress=lambda _, done, total: bar.set_postfix_str(f"rollout {done}/{total}"))
+          on_progress=on_progress)
       if not config.rollout.budget_s:
         rollout.assert_on_policy(trajectories, step - 1)
       seconds["rollout_s"] = watch()

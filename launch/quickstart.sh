@@ -41,7 +41,7 @@ fi
 cat <<TEXT
 
 Report:        $workdir/report.html
-Ask it:        .venv/bin/python -m kr.ask --workdir=$workdir "Which country is Ayacucho in?"
+Ask it:        .venv/bin/python -m kr.ask --workdir=$workdir "What is the population of Ayacucho?"
 Evaluate it:   .venv/bin/python -m kr.evaluate --workdir=$workdir --split=heldout --samples=4
 Train longer:  bash launch/quickstart.sh --config.rl.steps=60
 Curves:        $workdir/metrics.jsonl, and TensorBoard events beside it
