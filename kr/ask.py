@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
   question = " ".join(argv[1:]).strip()
   if not question:
     raise wiring.UserError(
-        'there is no question; ask one: python -m kr.ask --workdir=… "Where is Ayacucho?"')
+        'there is no question; ask one: python -m kr.ask --workdir=… "What is the population of Ayacucho?"')
   workdir, config = wiring.Workdir.open(_WORKDIR.value)
   policy_dir, name = workdir.policy(_STEP.value)
   with wiring.session(config, workdir, policy_dir) as session:

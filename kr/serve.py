@@ -1,6 +1,6 @@
 """The inference server: one policy over HTTP, by the contract of SGLang's native API.
 
-  python -m kr.serve --model=runs/quickstart/checkpoints/100 --port=30000
+  python -m kr.serve --model=runs/quickstart/checkpoints/50 --port=30000
 
 --model is a policy checkpoint of a run, or a Hugging Face directory of a Qwen3 model. The
 policy is sampled from its own untouched distribution: no grammar, no parser, no penalty.
@@ -45,7 +45,8 @@ _PORT = flags.DEFINE_integer(
     "port", 30000, "Port to listen on; 0 takes a free one and logs it.", 0, 65535)
 _SLOTS = flags.DEFINE_integer("slots", 64, "Requests that run at once; further ones queue.", 1)
 _MAX_LEN = flags.DEFINE_integer(
-    "max_len", 1024, "Longest prompt and output together, in tokens.", 2)
+    "max_len", None, "Longest prompt and output together, in tokens; default: 1024, or the "
+    "model's if that is less.", 2)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the requests that bring none of their own.", 0)
 _VERSION = flags.DEFINE_string("weight_version", "0", "The version of the weights in --model.")
 _WARM_UP = flags.DEFINE_bool(
@@ -336,9 +337,10 @@ async def _serve(sock: socket.socket, engine: Engine, ended: asyncio.Event) -> N
 
 def _start_engine(on_death: Callable[[], None]) -> Engine:
   params, cfg = load(_MODEL.value)
-  if _MAX_LEN.value > cfg.max_len:
-    raise ValueError(f"--max_len={_MAX_LEN.value} is more than the model's {cfg.max_len} tokens")
-  engine = Engine(params, cfg, slots=_SLOTS.value, max_len=_MAX_LEN.value, seed=_SEED.value,
+  max_len = _MAX_LEN.value or min(1024, cfg.max_len)
+  if max_len > cfg.max_len:
+    raise ValueError(f"--max_len={max_len} is more than the model's {cfg.max_len} tokens")
+  engine = Engine(params, cfg, slots=_SLOTS.value, max_len=max_len, seed=_SEED.value,
                   version=_VERSION.value, on_death=on_death)
   if _WARM_UP.value:
     started = time.monotonic()

@@ -17,6 +17,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -112,7 +113,9 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, clock: "Clock",
     if restored == 0:
       await evaluate("before", "before")
     else:  # what is missing there must not be made up by a policy that has learned since
-      results["before"] = runner.read(workdir.eval("before"))
+      order = {task.id: n for n, task in enumerate(heldout)}
+      results["before"] = sorted(runner.read(workdir.eval("before")),
+                                 key=lambda t: (order[t.task.id], t.sample))
     with metrics_lib.MetricsWriter(workdir.path, restored) as writer:
       written = {row["step"] for row in metrics_lib.read(workdir.path)}
       if meta.get("metrics") and restored not in written:
@@ -238,11 +241,17 @@ def make_tasks(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
                ) -> tuple[list[types.Task], list[types.Task], float]:
   """Train tasks, held-out tasks, and the share of the latter that a guesser gets right."""
   t = config.tasks
-  if not workdir.tasks("train").is_file():  # written last; a user's own file is never replaced
+  have = [name for name in ("train", "heldout") if workdir.tasks(name).is_file()]
+  if len(have) == 1:
+    raise wiring.UserError(f"{workdir.tasks(have[0])} is alone: give both train.jsonl and "
+                           "heldout.jsonl, or neither to have them made")
+  if not have:
     with users_error("config.tasks"):
       train, heldout = tasks_lib.make(world, t.seed, t.train, t.heldout, t.mix.to_dict())
-    tasks_lib.save(heldout, workdir.tasks("heldout"))
-    tasks_lib.save(train, workdir.tasks("train"))
+    with tempfile.TemporaryDirectory(dir=workdir.path) as fresh:  # both appear, or none
+      tasks_lib.save(train, pathlib.Path(fresh, "tasks", "train.jsonl"))
+      tasks_lib.save(heldout, pathlib.Path(fresh, "tasks", "heldout.jsonl"))
+      os.replace(pathlib.Path(fresh, "tasks"), workdir.tasks("train").parent)
   train, heldout = workdir.load_tasks("train"), workdir.load_tasks("heldout")
   for task in (*train, *heldout):
     with users_error(f"task {task.id}"):

@@ -358,7 +358,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     # A config's own complaint comes with its traceback in the text: the last line tells.
     raise UserError(f"{str(e).strip().splitlines()[-1]} (--help lists the flags)") from e
   except (AttributeError, KeyError) as e:
-    key = str(e).strip("\"'")
+    key = str(e.args[0] if e.args else e).splitlines()[0].strip("\"'")
     raise UserError(f"the config has no key {key}: the --config file lists its keys") from e
   for name in flags.FLAGS:
     error = getattr(flags.FLAGS[name].value, "__dict__", {}).get("_error")

@@ -32,7 +32,8 @@ class Tool(Protocol):
 
   `call` gets arguments that are already valid against `spec.parameters`. `close` drops one
   session's state, `aclose` the whole tool. `snapshot` returns JSON-able state that `restore`
-  can re-attach in another process, or None when there is none.
+  can re-attach in another process, or None when there is none. A subclass needs `spec` and
+  `call`; the rest does nothing unless it has state to drop or to keep.
   """
   spec: ToolSpec
 

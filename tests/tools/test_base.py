@@ -124,6 +124,24 @@ def test_a_snapshot_moves_one_session_to_another_toolbox():
   assert second.snapshot("s") == {}
 
 
+def test_a_subclass_needs_a_spec_and_a_call_alone():
+  class Clock(base.Tool):
+    spec = base.ToolSpec("clock", "Tells the time.", {"type": "object", "properties": {}})
+
+    async def call(self, session_id, arguments):
+      return ToolResult("noon")
+
+  async def run():
+    toolbox = base.Toolbox([Clock()])
+    result = await toolbox.call("s", ToolCall("clock", {}))
+    toolbox.restore("s", toolbox.snapshot("s"))
+    await toolbox.close("s")
+    await toolbox.aclose()
+    return result.text
+
+  assert asyncio.run(run()) == "noon"
+
+
 def test_two_tools_of_one_name_are_refused():
   with pytest.raises(ValueError, match="two tools share a name"):
     base.Toolbox([_Echo(), _Echo()])
