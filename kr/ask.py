@@ -78,10 +78,13 @@ async def ask(question, policy, toolbox, chat, limits, show: Show) -> Trajectory
 
 
 def main(argv: list[str]) -> None:
-  question = " ".join(argv[1:]).strip()
+  # Bytes of the command line that are not UTF-8 come as lone surrogates.
+  words = " ".join(argv[1:]).encode("utf-8", "surrogateescape")
+  question = words.decode("utf-8", "replace").strip()
   if not question:
     raise wiring.UserError(
-        'there is no question; ask one: python -m kr.ask --workdir=… "What is the population of Ayacucho?"')
+        "there is no question; ask one: "
+        'python -m kr.ask --workdir=… "What is the population of Ayacucho?"')
   workdir, config = wiring.Workdir.open(_WORKDIR.value)
   policy_dir, name = workdir.policy(_STEP.value)
   with wiring.session(config, workdir, policy_dir) as session:

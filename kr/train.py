@@ -42,6 +42,7 @@ from kr.model.checkpoint import Checkpoints
 from kr.model.config import ModelConfig
 from kr.rl import advantage
 from kr.rl import batch as batch_lib
+from kr.rl import credit
 from kr.rl import metrics as metrics_lib
 from kr.rl import reward
 from kr.rl import rollout
@@ -64,24 +65,20 @@ def main(argv: list[str]) -> None:
   config = _CONFIG.value
   workdir = wiring.Workdir.create(_WORKDIR.value)
   check_config(config)
-  adopt_config(workdir, config)
-  if finished(workdir, config):
-    print(f"{workdir.path} is complete at {config.rl.steps} steps: see {workdir.report}\n"
-          f"Extend it with --config.rl.steps={config.rl.steps + 20}.")
-    return
-  compiled.keep()
-  clock = Clock(workdir.path / "minutes.json")
-
-  # ---------------------------------------------------------------- the run is this process's alone
   with contextlib.ExitStack() as stack:
-    run_stages(config, workdir, clock, stack)
+    buffer = stack.enter_context(ReplayBuffer(workdir.buffer))  # locked: one trainer a workdir
+    adopt_config(workdir, config)
+    if finished(workdir, config):
+      print(f"{workdir.path} is complete at {config.rl.steps} steps: see {workdir.report}\n"
+            f"Extend it with --config.rl.steps={config.rl.steps + 20}.")
+      return
+    compiled.keep()
+    run_stages(config, workdir, buffer, Clock(workdir.path / "minutes.json"), stack)
 
 
-def run_stages(config: ConfigDict, workdir: wiring.Workdir, clock: "Clock",
+def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer, clock: Clock,
                stack: contextlib.ExitStack) -> None:
   """All stages in order; `stack` ends what they start."""
-  buffer = stack.enter_context(ReplayBuffer(workdir.buffer))  # locked: one trainer a workdir
-
   # ---------------------------------------------------------------- world, tasks
   with clock("world"):
     world = make_world(workdir, config)
@@ -116,6 +113,8 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, clock: "Clock",
       order = {task.id: n for n, task in enumerate(heldout)}
       results["before"] = sorted(runner.read(workdir.eval("before")),
                                  key=lambda t: (order[t.task.id], t.sample))
+      if not results["before"]:
+        say(f"{workdir.eval('before')} is gone: the report will have no column for before")
     with metrics_lib.MetricsWriter(workdir.path, restored) as writer:
       written = {row["step"] for row in metrics_lib.read(workdir.path)}
       if meta.get("metrics") and restored not in written:
@@ -171,7 +170,10 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       seconds["rollout_s"] = watch()
 
       # ---- reward, advantage, negative sample control, update
-      rewards, advantages, keep = credit(trajectories, rl, [config.seed, step])
+      rewards, advantages, keep = credit.assign(
+          trajectories, gamma=rl.gamma, format_penalty=rl.format_penalty,
+          negatives_keep=rl.negatives_keep, protect_faults=rl.protect_faults,
+          seed=[config.seed, step])
       batch = batch_lib.pack(
           list(zip(trajectories, advantages, keep)), rl.row_tokens, rl.micro_rows)
       update = await asyncio.to_thread(learner.update, batch, step - 1)
@@ -194,21 +196,6 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       clock.add("reinforce", sum(seconds.values()))
       tqdm.tqdm.write(metrics_lib.console_line(step, row), file=sys.stderr)
       bar.update()
-
-
-def credit(trajectories: Sequence[types.Trajectory], rl: ConfigDict, seed: Sequence[int]
-           ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
-  """Per trajectory: step rewards [T], step advantages [T], and whether it trains (bool)."""
-  rewards = {t.id: reward.step_rewards(t.stop, t.correct, len(t.turns), rl.gamma, rl.format_penalty)
-             for t in trajectories}
-  advantages: dict[str, np.ndarray] = {}
-  for group in rollout.by_group(trajectories):
-    advantages.update(zip([t.id for t in group],
-                          advantage.step_advantages([rewards[t.id] for t in group])))
-  keep = advantage.negative_sample_control(
-      [advantages[t.id] for t in trajectories], rl.negatives_keep, np.random.default_rng(seed),
-      protected=[rl.protect_faults and t.stop in types.FORMAT_FAULTS for t in trajectories])
-  return ([rewards[t.id] for t in trajectories], [advantages[t.id] for t in trajectories], keep)
 
 
 def check_gap(step: int, gap: float, bound: float) -> None:
@@ -286,9 +273,10 @@ def make_start(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
     raise wiring.UserError(
         f"start.dir={s.dir} holds no starting policy: run from the repository's root, or make one "
         "with --config.start.rebuild=True (about 20 minutes)")
-  fresh = workdir.path / f".start.{os.getpid()}"
-  shutil.copytree(source, fresh)
-  os.replace(fresh, workdir.start)
+  shutil.rmtree(workdir.start, ignore_errors=True)  # what has lost its config is no policy
+  with tempfile.TemporaryDirectory(dir=workdir.path) as fresh:
+    shutil.copytree(source, pathlib.Path(fresh, "start"))
+    os.replace(pathlib.Path(fresh, "start"), workdir.start)
 
 
 def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Checkpoints
@@ -328,8 +316,12 @@ def check_config(config: ConfigDict) -> None:
   with users_error("config.rl"):
     reward.step_rewards(types.StopReason.ANSWERED, True, 1, rl.gamma, rl.format_penalty)
     advantage.negative_sample_control([], rl.negatives_keep, np.random.default_rng(0))
-    if min(rl.tasks_per_step, rl.group_size, rl.micro_rows) < 1 or rl.steps < 0:
-      raise ValueError("tasks_per_step, group_size and micro_rows must be at least 1, steps 0")
+    if min(rl.tasks_per_step, rl.group_size, rl.micro_rows) < 1:
+      raise ValueError("tasks_per_step, group_size and micro_rows must be at least 1")
+    if rl.steps < 0 or not rl.learning_rate > 0:
+      raise ValueError("steps must not be negative, and learning_rate must be above 0")
+    if odd := [k for k, v in rl.items() if isinstance(v, float) and not np.isfinite(v)]:
+      raise ValueError(f"{', '.join(odd)} must be finite")
     if rl.keep_checkpoints < 2:
       raise ValueError("keep_checkpoints must be at least 2: the server may still need the last "
                        "policy while the next one is published")
@@ -345,17 +337,24 @@ def users_error(where: str) -> Iterator[None]:
 
 
 def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
-  """Makes `config` the workdir's, or refuses a workdir of another one and says what differs."""
+  """Makes `config` the workdir's, or refuses a workdir of another one and says what differs.
+
+  A key binds from the moment that something was made by it: until then it can be corrected.
+  """
+  latest = Checkpoints(workdir.checkpoints).latest()
   if workdir.config.is_file():
     saved = workdir.load_config()
+    made = {"world": (workdir.world(saved) / "manifest.json").is_file(),
+            "tasks": workdir.tasks("train").is_file(), "start": workdir.start.is_dir()}
     differences = [line for line in wiring.config_differences(saved, config)
-                   if not line.startswith(_FREE)]
+                   if not line.startswith(_FREE)
+                   and made.get(line.split(".")[0], latest is not None)]
     if differences:
       raise wiring.UserError(
           f"{workdir.path} is the workdir of another config; what differs:\n  "
           + "\n  ".join(differences)
           + "\nGive another --workdir, or the config that the run was started with.")
-    if config.rl.steps < (Checkpoints(workdir.checkpoints).latest() or 0):
+    if config.rl.steps < (latest or 0):
       raise wiring.UserError(f"{workdir.path} is past step {config.rl.steps} already: a run can "
                              "be extended, not shortened. Give another --workdir.")
   workdir.save_config(config)
@@ -363,9 +362,17 @@ def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
 
 def finished(workdir: wiring.Workdir, config: ConfigDict) -> bool:
   """Whether the last stage has left its summary for this many steps."""
-  if not (workdir.summary.is_file() and workdir.report.is_file()):
-    return False
-  return json.loads(workdir.summary.read_text())["config"]["rl"]["steps"] == config.rl.steps
+  summary = read_derived(workdir.summary)
+  return (workdir.report.is_file() and bool(summary)
+          and summary["config"]["rl"]["steps"] == config.rl.steps)
+
+
+def read_derived(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON file that the run can make again: what is missing or damaged is empty."""
+  try:
+    return dict(json.loads(path.read_text()))
+  except (FileNotFoundError, ValueError, TypeError):
+    return {}
 
 
 class Clock:
@@ -373,7 +380,7 @@ class Clock:
 
   def __init__(self, path: pathlib.Path):
     self._path = path
-    self.minutes: dict[str, float] = json.loads(path.read_text()) if path.is_file() else {}
+    self.minutes: dict[str, float] = read_derived(path)
 
   @contextlib.contextmanager
   def __call__(self, stage: str) -> Iterator[None]:

@@ -43,6 +43,9 @@ T = TypeVar("T")
 WATCH_S = 0.5  # between two looks at whether the server lives
 
 
+_SECTIONS = ("world", "agent", "tools", "server", "rollout", "rl", "eval")  # of every config
+
+
 class UserError(ValueError):
   """Something that the user can fix; the text says what and how."""
 
@@ -83,7 +86,10 @@ class Workdir:
     if not workdir.config.is_file():
       raise UserError(f"{path} holds no config.json, so it is not the workdir of a run; "
                       "train there first, or give the --workdir of a run")
-    return workdir, workdir.load_config()
+    config = workdir.load_config()
+    if missing := [name for name in _SECTIONS if name not in config]:
+      raise UserError(f"{workdir.config} lacks {', '.join(missing)}; train in a new --workdir")
+    return workdir, config
 
   def load_config(self) -> ConfigDict:
     try:
@@ -105,7 +111,7 @@ class Workdir:
   def load_tasks(self, split: str) -> list[Task]:
     """The tasks of a split, in their order. Raises UserError if there are none."""
     path = self.tasks(split)
-    if not path.is_file():
+    if not path.is_file() or path.parent != self.tasks("train").parent:
       have = sorted(p.stem for p in path.parent.glob("*.jsonl"))
       raise UserError(f"{path} does not exist; " + (
           f"this run has the splits {', '.join(have)}" if have else
@@ -113,9 +119,9 @@ class Workdir:
     try:
       tasks = tasks_lib.load(path)
     except ValueError as e:
-      raise UserError(f"{e}; mend that line, or remove the file and train again") from e
+      raise UserError(f"{e}; mend that line, or remove {path.parent} to have tasks made") from e
     if not tasks:
-      raise UserError(f"{path} holds no task; remove it and train again")
+      raise UserError(f"{path} holds no task; remove {path.parent} to have tasks made")
     return tasks
 
   def eval(self, name: str) -> pathlib.Path:
@@ -233,7 +239,10 @@ class Session:
         raise ServerError(f"the inference server died {self.server.restarts + 1} times; its log "
                           "says why. The same command goes on from what is saved")
       logging.warning("the inference server died; restarting it")
-      await asyncio.to_thread(self.server.restart)
+      try:
+        await asyncio.to_thread(self.server.restart)
+      except ServerError as e:  # it died again before it was ready: that is one restart gone
+        logging.warning("%s", e)
 
 
 @contextlib.contextmanager

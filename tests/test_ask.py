@@ -109,7 +109,9 @@ def test_a_missing_workdir_or_checkpoint_gives_one_clear_line(tmp_path, module):
   question = ["Where is Lima?"] if module == "kr.ask" else []
   code, err = command(module, f"--workdir={tmp_path}/none", *question)
   assert code == 2 and "there is no workdir" in err and len(err.splitlines()) == 1
-  (tmp_path / "config.json").write_text(json.dumps({"seed": 0, "eval": {"tasks": 1}}))
+  (tmp_path / "config.json").write_text(json.dumps(
+      {"seed": 0, "eval": {"tasks": 1},
+       **{name: {} for name in ("world", "agent", "tools", "server", "rollout", "rl")}}))
   (tmp_path / "tasks").mkdir()
   (tmp_path / "tasks" / "heldout.jsonl").write_text(json.dumps(Task("t", "q", "a", "k").to_json()))
   code, err = command(module, f"--workdir={tmp_path}", *question)

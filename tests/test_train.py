@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 
-import ml_collections
 import pytest
 
-from kr import types
+from kr.rl.buffer import ReplayBuffer
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -219,33 +218,19 @@ def test_starting_policy_can_be_made_again(tmp_path):
   assert log[3]["log_prob"] > log[1]["log_prob"]  # it imitates
 
 
-def test_credit_of_a_group_by_hand():
-  from kr import train as binary
-  task = types.Task("a", "q", "1", "k")
-  right = types.Trajectory("r", task, stop=types.StopReason.ANSWERED, correct=True,
-                           turns=[types.Turn(0, 0, 1, 0)] * 2, meta={"step_made": 1})
-  wrong = types.Trajectory("w", task, stop=types.StopReason.ANSWERED, correct=False,
-                           turns=[types.Turn(0, 0, 1, 0)], meta={"step_made": 1})
-  rl = ml_collections.ConfigDict(dict(
-      gamma=0.5, format_penalty=0.2, negatives_keep=0.0, protect_faults=True))
-  rewards, advantages, keep = binary.credit([right, wrong], rl, [0, 1])
-  # Rewards 0.5 1 | 0. Baselines, each the other's mean: 0 and 0.75.
-  assert [r.tolist() for r in rewards] == [[0.5, 1.0], [0.0]]
-  assert [a.tolist() for a in advantages] == [[0.5, 1.0], [-0.75]]
-  assert keep.tolist() == [True, False]  # no negative sample is kept
-
-
 @pytest.mark.parametrize(
   "flags, words",
   [
     (["--config=configs/quickstart.py:tiny", "--config.rl.gama=0.9"], ["gama"]),
     (["--config=configs/no_such.py"], ["no_such.py"]),
     (["--config=configs/quickstart.py:big"], ["tiny"]),
-      ([*MICRO, "--config.rl.gamma=1.5"], ["gamma", "1.5"]),
-      ([*MICRO, "--config.world.countries=1"], ["config.world"]),
+    ([*MICRO, "--config.rl.gamma=1.5"], ["gamma", "1.5"]),
+    ([*MICRO, "--config.rl.learning_rate=nan"], ["learning_rate"]),
+    ([*MICRO, "--config.world.countries=1"], ["config.world"]),
     ([*MICRO, "--config.start.dir=nowhere"], ["nowhere", "start.rebuild"]),
   ],
-  ids=["unknown key", "no such file", "no such form", "no starting policy"],
+  ids=["unknown key", "no such file", "no such form", "gamma", "learning rate", "world",
+       "no starting policy"],
 )
 def test_what_is_the_users_to_fix_is_one_message_without_traceback(tmp_path, flags, words):
   done = train(tmp_path / "run", *flags)
@@ -259,6 +244,25 @@ def test_workdir_that_cannot_be_made_is_one_message(tmp_path):
   done = train(tmp_path / "file" / "run", *MICRO)
   assert done.returncode == 2 and "Traceback" not in done.stderr
   assert "workdir" in done.stderr
+
+
+def test_second_trainer_on_a_workdir_is_refused_and_changes_nothing(tmp_path):
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  with ReplayBuffer(workdir / "buffer.db"):
+    second = train(workdir, *MICRO)
+  assert second.returncode == 2 and "another process" in second.stderr
+  assert not (workdir / "config.json").exists()
+
+
+def test_config_can_be_corrected_until_something_was_made_by_it(tmp_path):
+  workdir = tmp_path / "run"
+  refused = train(workdir, *MICRO, "--config.tasks.heldout=100000")
+  assert refused.returncode == 2 and "too small" in refused.stderr
+  corrected = train(workdir, *MICRO, "--config.start.dir=nowhere")  # the next thing to be wrong
+  assert corrected.returncode == 2 and "nowhere" in corrected.stderr
+  bound = train(workdir, *MICRO, "--config.world.cities=300")  # but the world is there
+  assert bound.returncode == 2 and "world.cities: 240 → 300" in bound.stderr
 
 
 def test_gap_beyond_the_bound_stops_the_run_before_anything_is_saved(tmp_path):

@@ -22,13 +22,21 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def test_a_config_survives_the_workdir(tmp_path):
   config = ml_collections.ConfigDict(
-      {"seed": 3, "agent": {"system": "Ärger", "rate": 1e-4}, "mix": (1, 2), "none": None})
+      {"seed": 3, "agent": {"system": "Ärger", "rate": 1e-4}, "mix": (1, 2), "none": None,
+       **{name: {} for name in ("world", "tools", "server", "rollout", "rl", "eval")}})
   workdir = wiring.Workdir.create(tmp_path / "runs" / "a")
   workdir.save_config(config)
   opened, loaded = wiring.Workdir.open(tmp_path / "runs" / "a")
   assert opened.path == workdir.path
   assert loaded.agent.system == "Ärger" and loaded.agent.rate == 1e-4 and loaded.mix == [1, 2]
   assert wiring.config_differences(loaded, config) == []
+
+
+def test_a_config_without_its_sections_is_refused_by_their_names(tmp_path):
+  workdir = wiring.Workdir.create(tmp_path)
+  workdir.save_config(ml_collections.ConfigDict({"seed": 0}))
+  with pytest.raises(wiring.UserError, match="lacks world, agent"):
+    wiring.Workdir.open(tmp_path)
 
 
 def test_differing_configs_are_told_apart_key_by_key():

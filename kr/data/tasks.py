@@ -334,7 +334,7 @@ def save(tasks: Iterable[types.Task], path: str | os.PathLike) -> None:
 def load(path: str | os.PathLike) -> list[types.Task]:
   """Reads what `save` wrote. Raises ValueError naming the line that is not a task."""
   tasks = []
-  with pathlib.Path(path).open(encoding="utf-8") as f:
+  with pathlib.Path(path).open(encoding="utf-8", errors="replace") as f:
     for i, line in enumerate(f, 1):
       try:
         tasks.append(types.Task.from_json(json.loads(line)))

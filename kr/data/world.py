@@ -45,11 +45,19 @@ class World:
     if missing:
       raise ValueError(f"{self.path} is not a complete world (no {', '.join(missing)}): "
                        "remove it and build it again")
-    self.manifest: dict[str, Any] = json.loads((self.path / "manifest.json").read_text())
-    self.entities: dict[str, dict[str, Any]] = json.loads(
-        (self.path / "entities.json").read_text())
+    self.manifest: dict[str, Any] = self._json("manifest.json")
+    self.entities: dict[str, dict[str, Any]] = self._json("entities.json")
     self.index_path = self.path / "index"
     self.store = browser.PageStore(self.path / "pages.db")
+
+  def _json(self, name: str) -> dict[str, Any]:
+    try:
+      data = json.loads((self.path / name).read_text())
+    except ValueError as e:
+      data = e
+    if not isinstance(data, dict) or not data:
+      raise ValueError(f"{self.path / name} is damaged: remove {self.path} and build it again")
+    return data
 
 
 def build(out_dir: str | os.PathLike, seed: int = 0, *, countries: int = 250, cities: int = 5700,

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator
@@ -233,7 +234,8 @@ class ReplayBuffer:
     except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
       raise  # a bug of ours, not the file's state
     except sqlite3.OperationalError as e:
-      if "full" in str(e):
+      # Near the end of a disk SQLite cannot grow its shared memory and says "disk I/O error".
+      if "full" in str(e) or shutil.disk_usage(os.path.dirname(self.path)).free < 2 ** 20:
         advice = ("the disk is full: free some space and start the same command again; all that "
                   "was stored before is kept")
       else:

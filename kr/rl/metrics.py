@@ -82,7 +82,8 @@ def read(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
   for number, line in enumerate(lines, 1):
     try:
       result.append(json.loads(line))
-    except ValueError as e:
+      int(result[-1]["step"])
+    except (ValueError, TypeError, KeyError) as e:
       raise MetricsError(f"line {number} of {path} is damaged: delete that line, then start "
                          "again") from e
   return result

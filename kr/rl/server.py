@@ -45,7 +45,7 @@ class ServerProcess:
     self._flags = dict(slots=slots, max_len=max_len, seed=seed, warm_up=str(warm_up).lower())
     if compile_cache is not None:
       self._flags["compile_cache"] = str(compile_cache)
-    self._log = None if log is None else pathlib.Path(log)
+    self._log, self._log_start = None if log is None else pathlib.Path(log), 0
     self._host, self._port = host, 0
     self._start_timeout_s = start_timeout_s
     self._env = dict(env or {})
@@ -76,6 +76,7 @@ class ServerProcess:
     if self._log is not None:
       self._log.parent.mkdir(parents=True, exist_ok=True)
       log = open(self._log, "ab")
+      self._log_start = log.tell()
     try:
       self._process = subprocess.Popen(
           command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
@@ -147,7 +148,9 @@ class ServerProcess:
   def _tail(self, count: int = 15) -> str:
     if self._log is None or not self._log.is_file():
       return ""
-    lines = self._log.read_text(errors="replace").splitlines()[-count:]
+    with self._log.open("rb") as file:
+      file.seek(self._log_start)  # what earlier servers said explains nothing
+      lines = file.read().decode(errors="replace").splitlines()[-count:]
     return f"; the end of {self._log}:\n  " + "\n  ".join(lines) if lines else ""
 
   def __enter__(self) -> "ServerProcess":

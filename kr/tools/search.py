@@ -137,6 +137,9 @@ class Search:
     self._index = _open_index(pathlib.Path(index_path))
     self._schema = self._index.schema
     self._searcher = self._index.searcher()
+    if min(top_k, snippet_words, max_chars) < 1:
+      raise ValueError(f"top_k, snippet_words and max_chars must be at least 1, not {top_k}, "
+                       f"{snippet_words} and {max_chars}")
     self._top_k, self._snippet_words, self._max_chars = top_k, snippet_words, max_chars
     self._urls: dict[str, list[str]] = {}    # session -> URL of r1, r2, …
     self._threads = concurrent.futures.ThreadPoolExecutor(4, "search")
