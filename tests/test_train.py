@@ -42,8 +42,8 @@ def put(self, *args, real=ReplayBuffer.put, count=[0]):
   if count[0] == 3:
     die()
 
-def update(self, batch, real=Learner.update):
-  real(self, batch)
+def update(self, *args, real=Learner.update):
+  real(self, *args)
   die()
 
 def save(self, step, *args, real=Checkpoints.save):
@@ -209,11 +209,11 @@ def test_server_killed_in_mid_run_is_restarted_and_nothing_is_lost(tmp_path):
 def test_starting_policy_can_be_made_again(tmp_path):
   workdir = tmp_path / "run"
   made = train(workdir, *MICRO, "--config.rl.steps=0", "--config.start.rebuild=True",
-               "--config.start.steps=3", "--config.start.demonstrations=40",
-               "--config.start.trajectories_per_step=8")
+               "--config.start.steps=3", "--config.start.learning_rate=2e-4",
+               "--config.start.demonstrations=16", "--config.start.trajectories_per_step=16")
   assert made.returncode == 0, made.stderr[-3000:]
   log = [json.loads(line) for line in (workdir / "start" / "log.jsonl").read_text().splitlines()]
-  assert log[0]["demonstrations"] == 40 and 0.1 < log[0]["correct"] < 0.7
+  assert log[0]["demonstrations"] == 16 and 0 < log[0]["correct"] < 1
   assert [row["step"] for row in log[1:]] == [1, 2, 3]
   assert log[3]["log_prob"] > log[1]["log_prob"]  # it imitates
 

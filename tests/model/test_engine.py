@@ -45,6 +45,14 @@ def fixture_engine():
   engine.stop()
 
 
+def together(engine, requests):
+  """Submits all of them before the engine sees any: as many as it has slots begin at once."""
+  engine.pause("in_place").result(WAIT_S)
+  futures = [engine.submit(r) for r in requests]
+  engine.resume().result(WAIT_S)
+  return futures
+
+
 class Gate:
   """Lets decode calls through one by one, so that a test decides what comes between."""
 
@@ -174,8 +182,8 @@ def test_a_live_rid_is_refused_and_free_again_afterwards(engine):
 
 def test_abort_answers_with_what_there_is(engine):
   gate = Gate(engine)
-  futures = {f"r{i}": engine.submit(Request(f"r{i}", prompt(i, 8), max_new_tokens=16))
-             for i in range(9)}
+  requests = [Request(f"r{i}", prompt(i, 8), max_new_tokens=16) for i in range(9)]
+  futures = dict(zip([r.rid for r in requests], together(engine, requests)))
   gate.wait()
   gate.step()
   engine.abort("r2")
@@ -242,7 +250,8 @@ def test_pause_abort_ends_everything_and_new_requests_wait(engine):
 def test_an_update_under_load_never_mixes_versions(engine):
   prompts = [prompt(i, 5 + i) for i in range(30)]
   gate = Gate(engine)
-  futures = [engine.submit(Request(f"r{i}", p, max_new_tokens=10)) for i, p in enumerate(prompts)]
+  futures = together(
+      engine, [Request(f"r{i}", p, max_new_tokens=10) for i, p in enumerate(prompts)])
   gate.wait()
   update = engine.update(NEW, "1")
   gate.open()
