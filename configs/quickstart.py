@@ -62,7 +62,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
   c.rl = dict(
       steps=50, tasks_per_step=16, group_size=4,
-      gamma=0.95, format_penalty=0.2, negatives_keep=0.3, protect_faults=True,
+      gamma=0.9, format_penalty=0.2, negatives_keep=0.3, protect_faults=True,
       learning_rate=2.5e-4, b2=0.99, warmup_steps=5, clip_norm=10.0, weight_decay=0.0,
       row_tokens=768, micro_rows=4, max_logprob_gap=1e-3, keep_checkpoints=2)
   c.eval = dict(tasks=200, samples=4, concurrency=64)

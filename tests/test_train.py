@@ -142,7 +142,7 @@ def test_another_config_in_the_same_workdir_is_refused_and_the_difference_named(
   workdir, _ = run
   other = train(workdir, "--config=configs/quickstart.py:tiny", "--config.rl.gamma=0.5")
   assert other.returncode == 2 and "Traceback" not in other.stderr
-  assert "rl.gamma: 0.95 → 0.5" in other.stderr
+  assert "rl.gamma: 0.9 → 0.5" in other.stderr
 
 
 def test_more_steps_extend_a_finished_run(run):
