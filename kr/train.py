@@ -149,11 +149,10 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
   """REINFORCE. Step n rolls out under policy n-1, updates it, and publishes policy n."""
   rl = config.rl
   buffer.rewind(restored)  # what was trained after that checkpoint is to be trained again
-  with tqdm.tqdm(total=rl.steps, initial=restored, desc="reinforce", unit="step",
-                 mininterval=0.2 if sys.stderr.isatty() else 30.0) as bar:
+  with bar("reinforce", rl.steps, "step", restored) as steps:
     def on_progress(_, done: int, total: int) -> None:
-      bar.set_postfix_str(f"rollout {done}/{total}", refresh=False)
-      bar.update(0)  # draws, if it is time to
+      steps.set_postfix_str(f"rollout {done}/{total}", refresh=False)
+      steps.update(0)  # draws, if it is time to
 
     for step in range(restored + 1, rl.steps + 1):
       seconds, watch = {}, Stopwatch()
@@ -195,7 +194,7 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       writer.write(step, row)
       clock.add("reinforce", sum(seconds.values()))
       tqdm.tqdm.write(metrics_lib.console_line(step, row), file=sys.stderr)
-      bar.update()
+      steps.update()
 
 
 def check_gap(step: int, gap: float, bound: float) -> None:
@@ -217,7 +216,13 @@ def make_world(workdir: wiring.Workdir, config: ConfigDict) -> world_lib.World:
     if w.dir:
       raise wiring.UserError(f"world.dir={w.dir} holds no world; leave it empty to build one")
     with users_error("config.world"):
-      world_lib.build(path, w.seed, countries=w.countries, cities=w.cities, elements=w.elements)
+      with bar("pages", None, "page") as pages:
+        def on_progress(done: int, total: int) -> None:
+          pages.total = total
+          pages.update(done - pages.n)
+
+        world_lib.build(path, w.seed, countries=w.countries, cities=w.cities, elements=w.elements,
+                        on_progress=on_progress)
   with users_error(str(path)):
     world = world_lib.World(path)
   say(f"{world.manifest['pages']} pages, {world.manifest['links']} links: {path}")
@@ -233,8 +238,9 @@ def make_tasks(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
     raise wiring.UserError(f"{workdir.tasks(have[0])} is alone: give both train.jsonl and "
                            "heldout.jsonl, or neither to have them made")
   if not have:
-    with users_error("config.tasks"):
-      train, heldout = tasks_lib.make(world, t.seed, t.train, t.heldout, t.mix.to_dict())
+    with users_error("config.tasks"), bar("tasks", t.train + t.heldout, "task") as made:
+      train, heldout = tasks_lib.make(
+          world, t.seed, t.train, t.heldout, t.mix.to_dict(), made.update)
     with tempfile.TemporaryDirectory(dir=workdir.path) as fresh:  # both appear, or none
       tasks_lib.save(train, pathlib.Path(fresh, "tasks", "train.jsonl"))
       tasks_lib.save(heldout, pathlib.Path(fresh, "tasks", "heldout.jsonl"))
@@ -406,6 +412,12 @@ class Stopwatch:
     now = time.monotonic()
     elapsed, self._since = now - self._since, now
     return elapsed
+
+
+def bar(what: str, total: int | None, unit: str, done: int = 0) -> tqdm.tqdm:
+  """A progress bar on stderr; once half a minute where that is a file."""
+  return tqdm.tqdm(total=total, initial=done, desc=what, unit=unit, file=sys.stderr,
+                   mininterval=0.2 if sys.stderr.isatty() else 30.0)
 
 
 def say(text: str) -> None:

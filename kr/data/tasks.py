@@ -126,12 +126,13 @@ def answer_type(key: str) -> str:
 
 def make(
     world: World, seed: int = 0, n_train: int = 4000, n_heldout: int = 400,
-    mix: dict[str, float] | None = None,
+    mix: dict[str, float] | None = None, on_progress: Callable[[int], None] = lambda n: None,
 ) -> tuple[list[types.Task], list[types.Task]]:
   """Makes train and held-out tasks, a deterministic function of the world and the arguments.
 
   Args:
     mix: relative weights of the kinds, by default `DEFAULT_MIX`; each kind's share is exact to one.
+    on_progress: called with 1 for each task made.
 
   Raises ValueError for an unknown kind, or if the world is too small for so many tasks.
   """
@@ -142,8 +143,8 @@ def make(
     raise ValueError(f"the mix needs weights of at least 0, and one above 0; got {mix}")
   rng = random.Random(f"tasks/{seed}")
   train, heldout = split_titles(world, rng)
-  return (_fill(_Split("train", world, train, rng), n_train, mix),
-          _fill(_Split("heldout", world, heldout, rng), n_heldout, mix))
+  return (_fill(_Split("train", world, train, rng), n_train, mix, on_progress),
+          _fill(_Split("heldout", world, heldout, rng), n_heldout, mix, on_progress))
 
 
 def split_titles(world: World, rng: random.Random) -> tuple[set[str], set[str]]:
@@ -245,7 +246,8 @@ def _phrase(chain: list[dict[str, str]]) -> str:
   return words
 
 
-def _fill(split: _Split, n: int, mix: dict[str, float]) -> list[types.Task]:
+def _fill(split: _Split, n: int, mix: dict[str, float], on_progress: Callable[[int], None]
+          ) -> list[types.Task]:
   """`n` tasks with distinct questions in the shares of `mix`, in a mixed order."""
   total = sum(mix.values())
   want = {kind: int(n * weight / total) for kind, weight in mix.items()}
@@ -264,6 +266,7 @@ def _fill(split: _Split, n: int, mix: dict[str, float]) -> list[types.Task]:
       if parts and parts["question"] not in made and not _tells(parts):
         made[parts["question"]] = _task(kind, split.name, parts)
         mine += 1
+        on_progress(1)
   tasks = list(made.values())
   split.rng.shuffle(tasks)
   return tasks

@@ -12,6 +12,7 @@ links and the facts that get asked for, then prose, then tables of links.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 import hashlib
 import html
 import json
@@ -61,7 +62,8 @@ class World:
 
 
 def build(out_dir: str | os.PathLike, seed: int = 0, *, countries: int = 250, cities: int = 5700,
-          elements: int = 118) -> dict[str, Any]:
+          elements: int = 118, on_progress: Callable[[int, int], None] = lambda done, total: None
+          ) -> dict[str, Any]:
   """Builds a world and returns its manifest; the same arguments give the same checksum.
 
   Args:
@@ -69,6 +71,7 @@ def build(out_dir: str | os.PathLike, seed: int = 0, *, countries: int = 250, ci
     seed: which cities, and (when not all are asked for) which countries, are in the world.
     countries, cities, elements: at most so many pages of each kind. Each country brings its
       capital; elements are the lightest ones.
+    on_progress: called with (done, total); a page counts when written, and again when indexed.
 
   Raises ValueError for sizes that make no world, and for an `out_dir` that is something else.
   """
@@ -84,7 +87,13 @@ def build(out_dir: str | os.PathLike, seed: int = 0, *, countries: int = 250, ci
   by_title = {e.title: e for e in entities}
   if len(by_title) != len(entities) or len({e.url for e in entities}) != len(entities):
     raise AssertionError("two pages share a title or a URL")
-  pages = [(e.url, e.title, page_html(e, by_title)) for e in entities]
+
+  def counted(items: Iterable, before: int) -> Iterator:
+    for done, item in enumerate(items, before + 1):
+      yield item
+      on_progress(done, 2 * len(entities))
+
+  pages = list(counted(((e.url, e.title, page_html(e, by_title)) for e in entities), 0))
   facts = {e.title: {"kind": e.kind, "url": e.url, "facts": e.facts, "links": e.links}
            for e in entities}
   manifest = {
@@ -102,7 +111,8 @@ def build(out_dir: str | os.PathLike, seed: int = 0, *, countries: int = 250, ci
   try:
     browser.PageStore.write(tmp / "pages.db", pages)
     search.build_index(
-        ({"url": e.url, "title": e.title, "text": _plain(e)} for e in entities), tmp / "index")
+        counted(({"url": e.url, "title": e.title, "text": _plain(e)} for e in entities),
+                len(entities)), tmp / "index")
     (tmp / "entities.json").write_text(json.dumps(facts, indent=0))
     (tmp / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     tmp.chmod(0o755)
