@@ -7,7 +7,7 @@ the new tokens, and at the end writes the new keys and values into the donated c
 place: the large buffer is touched once a call, not once a token.
 
 Letters: N slots, C slot capacity in tokens, S attended span, B rows, T tokens in a
-chunk, L layers, H heads, K kv heads, h head_dim, V vocabulary. Shapes are static; the
+chunk, L layers, H heads, K kv heads, k and v dimensions of a key and a value, V vocabulary. Shapes are static; the
 engine pads to a few buckets. Padding rows point at the last slot, which nobody reads.
 """
 
@@ -25,8 +25,8 @@ from kr.model.config import ModelConfig
 
 class Cache(NamedTuple):
   """Keys and values, one array a layer, laid out as the two matrix products read them."""
-  k: tuple[jax.Array, ...]  # L x [N,K,h,C]
-  v: tuple[jax.Array, ...]  # L x [N,K,C,h]
+  k: tuple[jax.Array, ...]  # L x [N,K,k,C]
+  v: tuple[jax.Array, ...]  # L x [N,K,C,v]
 
 
 class Rows(NamedTuple):
@@ -43,9 +43,10 @@ class Rows(NamedTuple):
 
 def init_cache(cfg: ModelConfig, slots: int, capacity: int) -> Cache:
   """An empty float32 cache: `slots` sequences of `capacity` tokens."""
-  K, h = cfg.kv_heads, cfg.head_dim
-  return Cache(tuple(jnp.zeros((slots, K, h, capacity), jnp.float32) for _ in range(cfg.layers)),
-               tuple(jnp.zeros((slots, K, capacity, h), jnp.float32) for _ in range(cfg.layers)))
+  K = cfg.heads if cfg.mla else cfg.kv_heads  # latent attention is expanded to full heads
+  k, v = (slots, K, cfg.key_dim, capacity), (slots, K, capacity, cfg.value_dim)
+  return Cache(tuple(jnp.zeros(k, jnp.float32) for _ in range(cfg.layers)),
+               tuple(jnp.zeros(v, jnp.float32) for _ in range(cfg.layers)))
 
 
 def _read(cache: Cache, slot: jax.Array, span: int) -> Cache:
@@ -77,18 +78,35 @@ def _write(cache: Cache, new: Cache, old: Cache, slot: jax.Array, start: jax.Arr
 def _attention(q, old_k, old_v, new_k, new_v, visible):
   """Softmax attention over cached and new keys together.
 
-  q [B,T,H,h]; old_k [B,K,h,S], old_v [B,K,S,h]; new_k [B,K,h,n], new_v [B,K,n,h];
-  visible [B,T,S+n] bool -> [B,T,H,h].
+  q [B,T,H,k], scaled; old_k [B,K,k,S], old_v [B,K,S,v]; new_k [B,K,k,n], new_v [B,K,n,v];
+  visible [B,T,S+n] bool -> [B,T,H,v].
   """
   B, T, H, h = q.shape
-  K, S = old_k.shape[1], old_k.shape[3]
-  q = q.reshape(B, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, h)  # [B,K,G*T,h]
-  scores = jnp.concatenate([q @ old_k, q @ new_k], -1) * h ** -0.5
+  K, S, v = old_k.shape[1], old_k.shape[3], old_v.shape[3]
+  q = q.reshape(B, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, h)  # [B,K,G*T,k]
+  scores = jnp.concatenate([q @ old_k, q @ new_k], -1)
   scores = scores.reshape(B, K, H // K, T, -1)
   scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
   weights = jax.nn.softmax(scores, -1).reshape(B, K, -1, scores.shape[-1])
-  out = weights[..., :S] @ old_v + weights[..., S:] @ new_v  # [B,K,G*T,h]
-  return out.reshape(B, K, H // K, T, h).transpose(0, 3, 1, 2, 4).reshape(B, T, H, h)
+  out = weights[..., :S] @ old_v + weights[..., S:] @ new_v  # [B,K,G*T,v]
+  return out.reshape(B, K, H // K, T, v).transpose(0, 3, 1, 2, 4).reshape(B, T, H, v)
+
+
+def _ages(start, span: int, T: int):
+  """How many tokens before each of T new ones its keys stand, cached then new: [B,T,span+T].
+
+  start [B]: the position of the first new one. Negative for what is not there yet, or padding.
+  """
+  query = start[:, None, None] + jnp.arange(T)[:, None]  # [B,T,1]
+  cached = jnp.arange(span)  # in a slot, a token's place is its position
+  old = jnp.where(cached < start[:, None, None], query - cached, -1)
+  new = jnp.arange(T)[:, None] - jnp.arange(T)
+  return jnp.concatenate([old, jnp.broadcast_to(new, (len(start), T, T))], -1)
+
+
+def _visible(ages, window: int):
+  """ages [B,T,S] -> bool [B,T,S]; window: tokens looked back, the query's own included; 0: all."""
+  return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
 def _chunk(params, cfg: ModelConfig, cache: Cache, tokens, slot, start, span: int):
@@ -96,14 +114,13 @@ def _chunk(params, cfg: ModelConfig, cache: Cache, tokens, slot, start, span: in
   B, T = tokens.shape
   old = _read(cache, slot, span)
   fresh_k, fresh_v = [], []
-  seen = jnp.arange(span) < start[:, None, None]  # [B,1,S]
-  visible = jnp.concatenate([jnp.broadcast_to(seen, (B, T, span)),
-                             jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))], -1)
+  ages = _ages(start, span, T)  # [B,T,S+T]
 
   def attend(layer, q, k, v):
     fresh_k.append(k.transpose(0, 2, 3, 1))
     fresh_v.append(v.transpose(0, 2, 1, 3))
-    return _attention(q, old.k[layer], old.v[layer], fresh_k[-1], fresh_v[-1], visible)
+    return _attention(q, old.k[layer], old.v[layer], fresh_k[-1], fresh_v[-1],
+                      _visible(ages, cfg.window_of(layer)))
 
   x = transformer.hidden(params, cfg, tokens, start[:, None] + jnp.arange(T), attend)
   return x, _write(cache, Cache(tuple(fresh_k), tuple(fresh_v)), old, slot, start)
@@ -143,28 +160,27 @@ def decode(params, cache: Cache, rows: Rows, *, cfg: ModelConfig, span: int, ste
   `span` >= max(position). `truncate`: some row uses top_p, top_k or min_p. A row whose
   last useful token comes before `steps` simply ignores the rest.
   """
-  B, K, h = rows.slot.shape[0], cfg.kv_heads, cfg.head_dim
   old = _read(cache, rows.slot, span)
-  seen = jnp.arange(span) < rows.position[:, None, None]  # [B,1,S]
+  ages = _ages(rows.position, span, steps)  # [B,steps,S+steps]
 
   def step(carry, i):
     token, new = carry
     fresh = Cache(list(new.k), list(new.v))
-    visible = jnp.concatenate([seen, jnp.broadcast_to(jnp.arange(steps) <= i, (B, 1, steps))], -1)
+    age = jax.lax.dynamic_slice_in_dim(ages, i, 1, 1)  # [B,1,S+steps]
 
     def attend(layer, q, k, v):
       put = jax.lax.dynamic_update_slice_in_dim
       fresh.k[layer] = put(fresh.k[layer], k.transpose(0, 2, 3, 1), i, 3)
       fresh.v[layer] = put(fresh.v[layer], v.transpose(0, 2, 1, 3), i, 2)
-      return _attention(q, old.k[layer], old.v[layer], fresh.k[layer], fresh.v[layer], visible)
+      return _attention(q, old.k[layer], old.v[layer], fresh.k[layer], fresh.v[layer],
+                        _visible(age, cfg.window_of(layer)))
 
     position = rows.position + i
     x = transformer.hidden(params, cfg, token[:, None], position[:, None], attend)[:, 0]
     token, logprob = sample(transformer.logits(params, x), rows, position, truncate)
     return (token, Cache(tuple(fresh.k), tuple(fresh.v))), (token, logprob)
 
-  empty = Cache(tuple(jnp.zeros((B, K, h, steps), jnp.float32) for _ in range(cfg.layers)),
-                tuple(jnp.zeros((B, K, steps, h), jnp.float32) for _ in range(cfg.layers)))
+  empty = init_cache(cfg, rows.slot.shape[0], steps)
   (_, new), (tokens, logprobs) = jax.lax.scan(step, (rows.token, empty), jnp.arange(steps))
   return tokens.T, logprobs.T, _write(cache, new, old, rows.slot, rows.position)
 

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from kr.model import families
 from kr.model import transformer
 from kr.model.config import ModelConfig
 
@@ -164,7 +165,7 @@ def export(params: dict[str, Any], cfg: ModelConfig, tokenizer_dir: str | os.Pat
     for name in TOKENIZER_FILES:
       if (tokenizer_dir / name).is_file():
         shutil.copyfile(tokenizer_dir / name, new / name)
-    (new / "config.json").write_text(json.dumps({**cfg.to_hf(), **ids}, indent=2) + "\n")
+    (new / "config.json").write_text(json.dumps({**families.to_hf(cfg), **ids}, indent=2) + "\n")
     safetensors.numpy.save_file(to_tensors(params, cfg), new / "model.safetensors",
                                 metadata={"format": "pt"})  # the loaders of others insist on it
     _replace(new, out)
@@ -194,7 +195,7 @@ def read_config(directory: str | os.PathLike[str]) -> ModelConfig:
     raise HfError(f"{path}: layer_types {', '.join(sorted(other))} is not supported; "
                   "supported: full_attention")
   try:
-    return ModelConfig.from_hf(data)
+    return families.from_hf(data)
   except KeyError as e:
     raise HfError(f"{path} lacks {e.args[0]!r}") from e
   except HfError:

@@ -1,151 +1,202 @@
 """The policy network: pure functions over a parameter tree, and its Flax NNX face.
 
 One forward pass serves learner and server: both call `hidden`, each with its own
-`attend`. The learner's sees whole packed rows (`causal`), the server's writes to and
-reads from a KV cache (`kr.model.decode`). Letters: B rows, T tokens, D width, H heads,
-K kv heads, h head_dim, F mlp, L layers, V vocabulary.
+`attend`. The learner's sees whole packed rows (`kr.model.attention`), the server's writes to
+and reads from a KV cache (`kr.model.decode`). A layer is attention (grouped heads in
+`kr.model.layers`, or latent in `kr.model.mla`) and an MLP (dense, or the experts of
+`kr.model.moe`); the config says which. Letters: B rows, T tokens, D width, H heads, K kv
+heads, k and v dimensions of a head's key and value, F mlp, L layers, E experts, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+import functools
+from typing import Any
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from kr.model.config import ModelConfig
+from kr.model import attention
+from kr.model import layers
+from kr.model import mla
+from kr.model import moe
+from kr.model import ops
+from kr.model import rope
+from kr.model import sharding
+from kr.model.config import Execution, ModelConfig
+from kr.model.sharding import ONES, Param
 
 Params = dict[str, Any]
-# attend(layer, q [B,T,H,h], k [B,T,K,h], v [B,T,K,h]) -> [B,T,H,h]
+# attend(layer, q [B,T,H,k], k [B,T,K,k], v [B,T,K,v]) -> [B,T,H,v]. q is scaled already. Of a
+# scanned run of equal layers, `layer` is the first.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+PLAIN = Execution(remat="none")  # float32, nothing recomputed, unrolled
 
 
-def shapes(cfg: ModelConfig) -> dict[str, Any]:
-  """Every parameter once: name -> shape. Layers are stacked on axis 0."""
-  L, D, H, K, h, F = cfg.layers, cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.mlp
-  tree = {
-    "embed": (cfg.vocab, D),
-    "layers": {
-      "attn_norm": (L, D),
-      "wq": (L, D, H, h),
-      "wk": (L, D, K, h),
-      "wv": (L, D, K, h),
-      "wo": (L, H, h, D),
-      "q_norm": (L, h),
-      "k_norm": (L, h),
-      "mlp_norm": (L, D),
-      "gate": (L, D, F),
-      "up": (L, D, F),
-      "down": (L, F, D),
-    },
-    "final_norm": (D,),
+# -------------------------------------------------------------------- parameters
+
+
+def declare(cfg: ModelConfig) -> dict[str, Any]:
+  """Every parameter, once. Those of the layers are stacked on axis 0 over the layers that
+  have them: `gate` over the dense ones, `experts_gate` over the mixtures."""
+  D, V = cfg.width, cfg.vocab
+  stacked = {
+    name: Param((len(layers_of(cfg, name)), *p.shape), (None, *p.axes), p.fan_in)
+    for name, p in _of_layers(cfg).items()
+  }
+  tree: dict[str, Any] = {
+    "embed": Param((V, D), ("vocab", "width"), D),
+    "layers": stacked,
+    "final_norm": Param((D,), (None,), ONES),
   }
   if not cfg.tied:
-    tree["head"] = (D, cfg.vocab)
+    tree["head"] = Param((D, V), ("width", "vocab"), D)
   return tree
 
 
+def _of_layers(cfg: ModelConfig) -> dict[str, Param]:
+  norm = Param((cfg.width,), (None,), ONES)
+  out = {"attn_norm": norm, "mlp_norm": norm}
+  out |= mla.declare(cfg) if cfg.mla else layers.declare_heads(cfg)
+  if any(not cfg.is_moe(i) for i in range(cfg.layers)):
+    out |= layers.declare_mlp(cfg)
+  if any(cfg.is_moe(i) for i in range(cfg.layers)):
+    out |= moe.declare(cfg)
+  return out
+
+
+def layers_of(cfg: ModelConfig, name: str) -> list[int]:
+  """The indices of the layers over which the parameter `name` is stacked."""
+  if name in layers.declare_mlp(cfg):
+    return [i for i in range(cfg.layers) if not cfg.is_moe(i)]
+  if cfg.moe and name in moe.declare(cfg):
+    return [i for i in range(cfg.layers) if cfg.is_moe(i)]
+  return list(range(cfg.layers))
+
+
+def declared_map(f: Callable[[Param], Any], cfg: ModelConfig) -> dict[str, Any]:
+  """The tree of f(parameter) over all parameters."""
+  return jax.tree.map(f, declare(cfg), is_leaf=lambda p: isinstance(p, Param))
+
+
+def shapes(cfg: ModelConfig) -> dict[str, Any]:
+  """The tree of all parameters' shapes."""
+  return declared_map(lambda p: p.shape, cfg)
+
+
 def init(cfg: ModelConfig, seed: int = 0) -> Params:
-  """Random float32 parameters: norms 1, matrices normal with variance 1 / fan_in.
-
-  The projections back into the residual stream are smaller by sqrt(2 L), as in GPT-2.
-  """
+  """Random float32 parameters, as `declare` says."""
   rng = np.random.default_rng(seed)
-  fan_in = {"embed": cfg.width, "head": cfg.width, "wo": cfg.heads * cfg.head_dim, "down": cfg.mlp}
 
-  def one(path, shape):
-    name = path[-1].key
-    if name.endswith("norm"):
-      return jnp.ones(shape, jnp.float32)
-    scale = fan_in.get(name, cfg.width) ** -0.5
-    if name in ("wo", "down"):
-      scale /= (2 * cfg.layers) ** 0.5
-    return jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(scale))
+  def one(p: Param) -> jax.Array:
+    if p.fan_in <= 0:
+      return jnp.full(p.shape, 1.0 if p.fan_in == ONES else 0.0, jnp.float32)
+    return jnp.asarray(rng.standard_normal(p.shape, np.float32) * np.float32(p.fan_in**-0.5))
 
-  return jax.tree_util.tree_map_with_path(one, shapes(cfg), is_leaf=lambda x: isinstance(x, tuple))
+  return declared_map(one, cfg)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  """x / rms(x) · weight, over the last axis (Zhang and Sennrich, 2019)."""
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
-
-
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary positions (Su et al., 2021), dimension i paired with i + h/2.
-
-  x [B,T,H,h], positions [B,T].
-  """
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B,T,1,h/2]
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
-  a, b = x[..., :half], x[..., half:]
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+# -------------------------------------------------------------------- forward
 
 
 def block(
-  p: Params,
-  cfg: ModelConfig,
-  x: jax.Array,
-  positions: jax.Array,
-  attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+  p: Params, cfg: ModelConfig, layer: int, x: jax.Array, angles: tuple[jax.Array, jax.Array],
+  attend: Attend, how: Execution,
 ) -> jax.Array:
   """One layer. p: that layer's parameters; x [B,T,D] -> [B,T,D]."""
-  y = rms_norm(x, p["attn_norm"], cfg.norm_eps)
-  q = rms_norm(jnp.einsum("btd,dhk->bthk", y, p["wq"]), p["q_norm"], cfg.norm_eps)
-  k = rms_norm(jnp.einsum("btd,dhk->bthk", y, p["wk"]), p["k_norm"], cfg.norm_eps)
-  v = jnp.einsum("btd,dhk->bthk", y, p["wv"])
-  o = attend(rope(q, positions, cfg.rope_theta), rope(k, positions, cfg.rope_theta), v)
-  x = x + jnp.einsum("bthk,hkd->btd", o, p["wo"])
-  y = rms_norm(x, p["mlp_norm"], cfg.norm_eps)
-  return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
+  x = checkpoint_name(sharding.constrain(x, "rows", "tokens", None), "block_input")
+  heads = mla.heads if cfg.mla else layers.heads
+  y = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
+  x = x + heads(p, cfg, y, angles, functools.partial(attend, layer), how)
+  y = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
+  return x + (moe.apply(p, cfg, y, how) if cfg.is_moe(layer) else layers.mlp(p, y, how))
 
 
 def hidden(
-  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend
+  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
+  how: Execution = PLAIN,
 ) -> jax.Array:
   """The residual stream after the final norm: tokens, positions [B,T] -> [B,T,D]."""
   x = params["embed"][tokens]
-  for layer in range(cfg.layers):  # unrolled: decodes faster than a scan on CPU
-    p = jax.tree.map(lambda a: a[layer], params["layers"])
-    x = block(p, cfg, x, positions, lambda q, k, v: attend(layer, q, k, v))
-  return rms_norm(x, params["final_norm"], cfg.norm_eps)
+  x = x.astype(jnp.bfloat16) if how.precision == "bfloat16" else x
+  angles = rope.angles(cfg, positions)
+
+  def step(layer: int, x: jax.Array, p: Params) -> jax.Array:
+    f = lambda x, p: block(p, cfg, layer, x, angles, attend, how)
+    return _remat(f, how)(x, p)
+
+  if how.scan:
+    for start, stop in _runs(cfg):
+      p = {name: a[_slice(cfg, name, start, stop)] for name, a in params["layers"].items()
+           if start in layers_of(cfg, name)}
+      x, _ = jax.lax.scan(lambda x, p: (step(start, x, p), None), x, p)
+  else:
+    single = {name: dict(zip(layers_of(cfg, name), ops.unstack(a)))
+              for name, a in params["layers"].items()}
+    for layer in range(cfg.layers):
+      x = step(layer, x, {name: a[layer] for name, a in single.items() if layer in a})
+  return ops.rms_norm(x, params["final_norm"], cfg.norm_eps)
 
 
-def logits(params: Params, x: jax.Array) -> jax.Array:
+def _remat(f: Callable, how: Execution) -> Callable:
+  policies = jax.checkpoint_policies
+  if how.remat == "none":
+    return f
+  policy = {
+    "block": None,
+    "dots": policies.dots_with_no_batch_dims_saveable,
+    "offload": policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[], names_which_can_be_offloaded=["block_input"],
+      offload_src="device", offload_dst="pinned_host"),
+  }[how.remat]
+  return jax.checkpoint(f, policy=policy, prevent_cse=not how.scan)
+
+
+def _runs(cfg: ModelConfig) -> list[tuple[int, int]]:
+  """Maximal ranges (start, stop) of layers that are computed alike."""
+  kinds = [(cfg.is_moe(i), cfg.window_of(i)) for i in range(cfg.layers)]
+  starts = [i for i in range(cfg.layers) if i == 0 or kinds[i] != kinds[i - 1]]
+  return list(zip(starts, starts[1:] + [cfg.layers]))
+
+
+def _slice(cfg: ModelConfig, name: str, start: int, stop: int) -> slice:
+  """Where the layers start … stop-1 stand in the stack of `name`."""
+  first = layers_of(cfg, name).index(start)
+  return slice(first, first + stop - start)
+
+
+def logits(params: Params, x: jax.Array, how: Execution = PLAIN) -> jax.Array:
   """x [...,D] -> float32 logits [...,V]."""
-  head = params["head"] if "head" in params else params["embed"].T
-  return (x @ head).astype(jnp.float32)
-
-
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-  """Softmax attention. q [B,T,H,h]; k, v [B,S,K,h]; visible [B,T,S] bool -> [B,T,H,h].
-
-  Every query must see at least one key.
-  """
-  B, T, H, h = q.shape
-  K = k.shape[2]
-  q = q.reshape(B, T, K, H // K, h)
-  scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * h**-0.5
-  scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
-  weights = jax.nn.softmax(scores, -1)
-  return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, H, h)
-
-
-def causal(segment_ids: jax.Array) -> Attend:
-  """Attention inside packed rows: to earlier tokens of the same segment. segment_ids [B,T]."""
-  T = segment_ids.shape[1]
-  visible = jnp.tril(jnp.ones((T, T), bool)) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-  return lambda layer, q, k, v: attention(q, k, v, visible)
+  flat = x.reshape(-1, x.shape[-1])
+  if "head" in params:
+    out = ops.project("nd,dv->nv", flat, params["head"], how, jnp.float32)
+  else:
+    out = ops.project("nd,vd->nv", flat, params["embed"], how, jnp.float32)
+  return out.reshape(*x.shape[:-1], -1)
 
 
 def forward(
-  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array,
+  segment_ids: jax.Array, how: Execution = PLAIN,
 ) -> jax.Array:
-  """Whole packed rows: tokens, positions, segment_ids [B,T] -> hidden [B,T,D]."""
-  return hidden(params, cfg, tokens, positions, causal(segment_ids))
+  """Whole packed rows: tokens, positions, segment_ids [B,T] -> hidden [B,T,D].
+
+  Where the mesh has a context axis, the rows' tokens must stand in the order of `order`.
+  """
+  where = attention.Where(jnp.asarray(order(tokens.shape[1])), segment_ids)
+  attend = lambda layer, q, k, v: attention.attend(
+    q, k, v, where, window=cfg.window_of(layer), kind=how.attention)
+  return hidden(params, cfg, tokens, positions, attend, how)
+
+
+def order(tokens: int) -> np.ndarray:
+  """[tokens] int32: which token of a row stands at each place on the current mesh."""
+  mesh = sharding.current()
+  return sharding.zigzag(tokens, mesh.shape["context"] if mesh else 1)
 
 
 class Transformer(nnx.Module):

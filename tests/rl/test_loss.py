@@ -107,8 +107,8 @@ def test_no_gradient_reaches_what_the_policy_did_not_sample():
   x = transformer.forward(PARAMS, CFG, rows.tokens, rows.positions, rows.segment_ids)
 
   def from_logits(all_logits):  # [B,T,V]
-    log_p = jax.nn.log_softmax(all_logits[rows.row, rows.before], -1)
-    log_prob = jnp.take_along_axis(log_p, rows.target[:, None], -1)[:, 0]
+    log_p = jax.nn.log_softmax(all_logits[rows.row[0], rows.before[0]], -1)
+    log_prob = jnp.take_along_axis(log_p, rows.target[0][:, None], -1)[:, 0]
     return -jnp.sum(rows.weight * rows.advantage * log_prob)
 
   logits = transformer.logits(PARAMS, x)
