@@ -66,7 +66,7 @@ async def until(post, condition):
   for _ in range(1500):
     _, info = await post("/server_info", method="GET")
     if condition(info):
-      return
+      return info
     await asyncio.sleep(0.02)
   raise AssertionError(f"the server never got there: {info}")
 
@@ -170,9 +170,11 @@ def test_a_client_that_disconnects_aborts_its_request(server):
     task = asyncio.create_task(post("/generate", generate([1], "gone", max_new_tokens=200)))
     await until(post, requests(1))
     task.cancel()
-    await until(post, requests(0))
+    left = await until(post, requests(0))
     await post("/continue_generation", {})
-  talk(server, work)
+    return left
+  left = talk(server, work)
+  assert (left["running"], left["queued"]) == (0, 0)
 
 
 def test_weights_are_updated_under_load_and_every_token_knows_its_version(server, models):

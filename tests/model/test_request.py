@@ -27,10 +27,11 @@ def test_settings_arrive():
 
 
 def test_neutral_values_of_what_is_not_offered_are_accepted():
-  one({"stream": False, "session_id": "s", "sampling_params": {
+  r = one({"rid": "x", "stream": False, "session_id": "s", "sampling_params": {
       "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "n": 1,
       "stop": [], "min_new_tokens": 0, "regex": None, "skip_special_tokens": False,
       "no_stop_trim": True}})
+  assert r == one({"rid": "x"})
 
 
 @pytest.mark.parametrize("name,value", [
