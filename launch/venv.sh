@@ -1,7 +1,7 @@
 # Sourced by quickstart.sh and test.sh: prepares .venv in the repository root.
 #
 #   ensure_venv ""      what a run needs
-#   ensure_venv test    and what the test suite needs
+#   ensure_venv test    and what the test suite needs; so with every extra of setup.py
 #
 # Takes the newest of Python 3.12 and 3.11 that runs and has venv and pip. Installs only when
 # setup.py or the Python changed since the last complete install, which .venv/kr-<extra>.stamp
@@ -101,7 +101,10 @@ ensure_venv() {
   fi
   # An install with the test extra contains what a run needs.
   if ! stamped "$stamp" && ! { [[ -z "$extra" ]] && stamped .venv/kr-test.stamp; }; then
-    rm -f .venv/kr-*.stamp
+    local other  # a stamp of an older setup.py would come true again if that came back
+    for other in .venv/kr-*.stamp; do
+      stamped "$other" || rm -f "$other"
+    done
     : > .venv/kr-installing
     say "installing into .venv, once: a minute or two, and more for the test suite's torch"
     .venv/bin/python -m pip install --disable-pip-version-check -e ".${extra:+[$extra]}" \

@@ -15,7 +15,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BINARIES = {"train", "evaluate", "synthesize", "serve", "ask", "view"}
+BINARIES = {"train", "evaluate", "synthesize", "serve", "ask", "view", "convert"}
 SHARED = "wiring"  # of the binaries
 # Room -> the rooms that it may import, besides itself and kr.types.
 ROOMS = {
@@ -28,7 +28,7 @@ ROOMS = {
     "rl": {"agent", "tools", "data", "model"},
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-JAX_MODULES = {"kr.rl.loss", "kr.rl.learner"}
+JAX_MODULES = {"kr.rl.loss", "kr.rl.optim", "kr.rl.learner"}
 DRIVERS = {"kr.rl.start"}  # holds a learner, and so loads jax; has no jax of its own
 
 

@@ -9,7 +9,7 @@ import pytest
 from kr.model import hf
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-STARTS = sorted(p for p in (ROOT / "starts").iterdir() if p.is_dir())
+STARTS = [ROOT / "starts" / "quickstart"]  # others are made by launch/, and ignored by git
 
 
 @pytest.mark.parametrize("path", STARTS, ids=lambda p: p.name)

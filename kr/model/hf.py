@@ -8,6 +8,7 @@ apart, layers stacked on axis 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 import json
 import os
 import pathlib
@@ -20,8 +21,10 @@ import safetensors
 import safetensors.numpy
 
 from kr.model import families
+from kr.model import shards
 from kr.model import transformer
 from kr.model.config import ModelConfig
+from kr.model.shards import HfError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
@@ -30,10 +33,6 @@ _FLOATS = {"F32", "F16", "BF16"}  # each of them is exact in float32
 # Values of config.json that would change the result and that kr.model does not compute.
 _ONLY = {"attention_bias": (False, None), "use_sliding_window": (False, None),
          "hidden_act": ("silu",), "quantization_config": (None,), "mlp_bias": (False, None)}
-
-
-class HfError(ValueError):
-  """A directory that kr cannot read or write as a Qwen3 model; the text says why."""
 
 
 def _names(cfg: ModelConfig) -> dict[str, tuple[str, str | None]]:
@@ -158,18 +157,31 @@ def export(params: dict[str, Any], cfg: ModelConfig, tokenizer_dir: str | os.Pat
   ids = _token_ids(tokenizer_dir)
   if over := {k: i for k, i in ids.items() if i >= cfg.vocab}:
     raise HfError(f"the tokenizer's {over} lie outside of the model's {cfg.vocab} tokens")
+  files = {name: (tokenizer_dir / name).read_text(encoding="utf-8") for name in TOKENIZER_FILES
+           if (tokenizer_dir / name).is_file()}
+  tensors = to_tensors(params, cfg)
+  write(out, {**families.to_hf(cfg), **ids}, files,
+        [shards.Spec(name, x.shape) for name, x in tensors.items()], tensors.__getitem__)
+
+
+def write(out_dir: str | os.PathLike[str], config: dict[str, Any], files: dict[str, str],
+          specs: Iterable[shards.Spec], tensor: Callable[[str], np.ndarray],
+          dtype: str = "float32") -> None:
+  """Writes config.json, text files and weights (`shards.write`) as one directory.
+
+  It is written beside out_dir and renamed when it is whole. Raises HfError if out_dir is
+  something else than an earlier export, or cannot be written.
+  """
+  out = pathlib.Path(out_dir).absolute()
   new = out.with_name(out.name + ".tmp")
   try:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    for name in TOKENIZER_FILES:
-      if (tokenizer_dir / name).is_file():
-        shutil.copyfile(tokenizer_dir / name, new / name)
-    (new / "config.json").write_text(json.dumps({**families.to_hf(cfg), **ids}, indent=2) + "\n")
-    safetensors.numpy.save_file(to_tensors(params, cfg), new / "model.safetensors",
-                                metadata={"format": "pt"})  # the loaders of others insist on it
+    for name, text in {"config.json": json.dumps(config, indent=2) + "\n", **files}.items():
+      (new / name).write_text(text, encoding="utf-8")
+    shards.write(new, specs, tensor, dtype)
     _replace(new, out)
-  except (OSError, safetensors.SafetensorError) as e:
+  except OSError as e:
     raise HfError(f"could not write {out}: {e}") from e
   finally:
     shutil.rmtree(new, ignore_errors=True)
