@@ -1,16 +1,21 @@
-"""Orbax checkpoints of a run, atomic on a local disk.
+"""Orbax checkpoints of a run, atomic, written in the background.
 
     <directory>/<step>/policy      parameters                 } all that a server or an
     <directory>/<step>/meta        JSON: model, tokenizer, …  } evaluation restores
     <directory>/<step>/optimizer   optimizer state
+    <directory>/<step>.policy      policy and meta alone, while the step's are being written
 
 Orbax writes into a directory of another name and renames it when all of it is there, so a
 name made of digits alone is a whole checkpoint, and a kill at any moment leaves at most
-litter, which the next save sweeps away. One process saves; any number may restore.
+litter, which the next save sweeps away. Of a run on several hosts every process saves and
+restores: it writes the pieces of the arrays that its devices hold, into one directory that all
+of them see. What was saved on one mesh is restored onto any other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,32 +25,48 @@ import shutil
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 import numpy as np
 import orbax.checkpoint as ocp
 
+from kr.model import sharding
 from kr.model import transformer
 from kr.model.config import ModelConfig
 
-_LITTER = (".orbax-checkpoint-tmp", ".removed", ".again")
+_POLICY = ".policy"
+_LITTER = (".orbax-checkpoint-tmp", ".removed", ".again", _POLICY)
 
 
 class CheckpointError(ValueError):
   """A checkpoint that cannot be read or written; the text says what to do."""
 
 
-def _checkpointer() -> ocp.Checkpointer:
-  return ocp.Checkpointer(ocp.CompositeCheckpointHandler(
+def _items() -> ocp.CompositeCheckpointHandler:
+  return ocp.CompositeCheckpointHandler(
       policy=ocp.PyTreeCheckpointHandler(),
       optimizer=ocp.PyTreeCheckpointHandler(),
-      meta=ocp.JsonCheckpointHandler()))
+      meta=ocp.JsonCheckpointHandler())
 
 
 def _not_of_a_thread(record: logging.LogRecord) -> bool:
-  """False for Orbax's threads logging the traceback of an error that `save` raises anyway."""
-  return "_SignalingThread.run() raised" not in str(record.msg)
+  """False for Orbax's threads logging the traceback of an error that `wait` raises anyway."""
+  return not any(text in str(record.msg) for text in (
+      "_SignalingThread.run() raised", "in background save thread"))
 
 
 logging.getLogger("absl").addFilter(_not_of_a_thread)  # for good: they log after `save` raised
+
+
+def _first() -> bool:
+  """Whether this process is the one that removes and renames directories."""
+  return jax.process_index() == 0
+
+
+def _meet(what: str) -> None:
+  """Waits until every process is here, so that all see the same directories."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(what)
 
 
 def _reason(error: BaseException) -> str:
@@ -69,29 +90,39 @@ def _json_ready(meta: dict[str, Any]) -> dict[str, Any]:
   return meta
 
 
-def _write(path: pathlib.Path, items: dict[str, Any]) -> None:
-  """Writes the items to path in one atomic step; path must not exist."""
-  need_bytes = 2 ** 20 + sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(items))
-  advice = "make room, then start the same command again; the checkpoints before it are whole."
+_ADVICE = "make room, then start the same command again; the checkpoints before it are whole."
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path) -> Iterator[None]:
+  """Turns whatever goes wrong inside into a CheckpointError, and leaves no half behind."""
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free_bytes = shutil.disk_usage(path.parent).free
-    if free_bytes < need_bytes:
-      raise CheckpointError(
-          f"no room for checkpoint {path}: it needs {need_bytes / 2**20:.0f} MiB, the disk has "
-          f"{free_bytes / 2**20:.0f} MiB: {advice}")
-    _checkpointer().save(path, args=ocp.args.Composite(**{
-        k: ocp.args.JsonSave(v) if k == "meta" else ocp.args.PyTreeSave(v)
-        for k, v in items.items()}))
+    yield
   except CheckpointError:
     raise
   except PermissionError as e:
     raise CheckpointError(f"may not write checkpoint {path}: {_reason(e)}. Choose a workdir that "
                           "this user may write to.") from e
   except Exception as e:  # tensorstore raises its own types, among them for a full disk
-    shutil.rmtree(path.with_name(path.name + _LITTER[0]), ignore_errors=True)
+    if _first():
+      shutil.rmtree(path.with_name(path.name + _LITTER[0]), ignore_errors=True)
     raise CheckpointError(f"could not write checkpoint {path}: {_reason(e)}. If the disk is full "
-                          f"or a quota reached: {advice}") from e
+                          f"or a quota reached: {_ADVICE}") from e
+
+
+def _write(checkpointer: ocp.Checkpointer, path: pathlib.Path, items: dict[str, Any]) -> None:
+  """Writes the items to path in one atomic step, or begins to; path must not exist."""
+  need_bytes = 2 ** 20 + sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(items))
+  with _writing(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(path.parent).free
+    if free_bytes < need_bytes:
+      raise CheckpointError(
+          f"no room for checkpoint {path}: it needs {need_bytes / 2**20:.0f} MiB, the disk has "
+          f"{free_bytes / 2**20:.0f} MiB: {_ADVICE}")
+    checkpointer.save(path, args=ocp.args.Composite(**{
+        k: ocp.args.JsonSave(v) if k == "meta" else ocp.args.PyTreeSave(v)
+        for k, v in items.items()}))
 
 
 def _read(path: pathlib.Path, like: dict[str, Any], advice: str) -> dict[str, Any]:
@@ -107,7 +138,7 @@ def _read(path: pathlib.Path, like: dict[str, Any], advice: str) -> dict[str, An
   args = {k: ocp.args.JsonRestore() if v is None else ocp.args.PyTreeRestore(
       v, restore_args=ocp.checkpoint_utils.construct_restore_args(v)) for k, v in like.items()}
   try:
-    out = _checkpointer().restore(path, args=ocp.args.Composite(**args))
+    out = ocp.Checkpointer(_items()).restore(path, args=ocp.args.Composite(**args))
   except Exception as e:  # whatever Orbax, tensorstore or json make of damaged files
     raise CheckpointError(f"checkpoint {path} is damaged: {_reason(e)}. {advice}") from e
   return {k: out[k] for k in like}
@@ -147,7 +178,8 @@ def _like(tree: Any) -> Any:
 class Checkpoints:
   """The checkpoints of one run: `keep` newest steps under one directory.
 
-  Raises CheckpointError, whose text says what to do, for whatever goes wrong on disk.
+  Raises CheckpointError, whose text says what to do, for whatever goes wrong on disk; what goes
+  wrong in the background is raised by the next call that writes or waits.
   """
 
   def __init__(self, directory: str | os.PathLike[str], keep: int = 2):
@@ -155,6 +187,8 @@ class Checkpoints:
       raise CheckpointError(f"keep must be at least 1 checkpoint, not {keep}")
     self.directory = pathlib.Path(directory).absolute()
     self.keep = keep
+    self._background: ocp.AsyncCheckpointer | None = None
+    self._begun: tuple[int, pathlib.Path] | None = None  # the step that is being written, where
 
   def steps(self) -> list[int]:
     """The steps that have a whole checkpoint, ascending."""
@@ -178,15 +212,38 @@ class Checkpoints:
     step is replaced.
     """
     meta = _json_ready(meta)
-    path = pathlib.Path(self.policy_path(step))
-    self._sweep()
-    target = path.with_name(path.name + ".again") if path.exists() else path
-    _write(target, {"policy": params, "optimizer": opt_state, "meta": meta})
-    if target != path:
-      self._remove(step)
-      target.rename(path)
-    for old in self.steps()[:-self.keep]:
-      self._remove(old)
+    self.sweep()
+    self._begin(step, params, opt_state, meta)
+    self.wait()
+
+  def save_async(self, step: int, params: Any, opt_state: Any, meta: dict[str, Any]) -> str:
+    """Writes the policy, and begins to write the whole checkpoint in the background.
+
+    Returns what `restore_policy` takes: a whole copy of the policy, which the next save removes.
+    Until `wait` has returned, `latest` may be an earlier step. The arrays may be donated
+    meanwhile: an accelerator's have been copied to the host, a CPU's are not overwritten.
+    """
+    meta = _json_ready(meta)
+    self.sweep()
+    policy = self.directory / f"{step}{_POLICY}"
+    _write(ocp.Checkpointer(_items()), policy, {"policy": params, "meta": meta})
+    self._begin(step, params, opt_state, meta)
+    return str(policy)
+
+  def wait(self) -> None:
+    """Returns when nothing is being written; the checkpoint that was is whole, or it raises."""
+    if self._begun is None:
+      return
+    (step, target), self._begun = self._begun, None
+    with _writing(target):
+      self._background.wait_until_finished()
+    if _first():
+      if target.name != str(step):
+        self._remove(step)
+        target.rename(self.policy_path(step))
+      for old in self.steps()[:-self.keep]:
+        self._remove(old)
+    _meet(f"kr checkpoint {step}")
 
   def restore(self, step: int, like_params: Any, like_opt: Any) -> tuple[Any, Any, dict[str, Any]]:
     """(params, opt_state, meta) of a step, bit for bit what was saved.
@@ -194,12 +251,32 @@ class Checkpoints:
     like_params, like_opt: trees of arrays (or jax.ShapeDtypeStruct) of the same structure;
     each leaf is restored with the sharding that its counterpart has.
     """
+    self.wait()
     others = [s for s in self.steps() if s != step]
     advice = (f"Remove that directory to go on from step {max(others)}." if others else
               "There is no other checkpoint: start again in a new workdir.")
     out = _read(pathlib.Path(self.policy_path(step)),
                 {"policy": _like(like_params), "optimizer": _like(like_opt), "meta": None}, advice)
     return out["policy"], out["optimizer"], out["meta"]
+
+  def sweep(self) -> None:
+    """Waits, and removes what killed saves and removals left behind, and copies of policies."""
+    self.wait()
+    if _first() and self.directory.is_dir():
+      for path in self.directory.iterdir():
+        if any(mark in path.name for mark in _LITTER):
+          shutil.rmtree(path, ignore_errors=True)
+    _meet("kr checkpoint sweep")
+
+  def _begin(self, step: int, params: Any, opt_state: Any, meta: dict[str, Any]) -> None:
+    path = pathlib.Path(self.policy_path(step))
+    target = path.with_name(path.name + ".again") if path.exists() else path
+    if self._background is None:
+      self._background = ocp.AsyncCheckpointer(
+          _items(), async_options=ocp.options.AsyncOptions(
+              create_directories_asynchronously=False))  # what may not be written is said at once
+    _write(self._background, target, {"policy": params, "optimizer": opt_state, "meta": meta})
+    self._begun = (step, target)
 
   def _remove(self, step: int) -> None:
     """Renames first: a kill in mid-removal must not leave half a step under its name."""
@@ -209,13 +286,6 @@ class Checkpoints:
     path.rename(away)
     shutil.rmtree(away, ignore_errors=True)
 
-  def _sweep(self) -> None:
-    """Removes what killed saves and removals left behind."""
-    if self.directory.is_dir():
-      for path in self.directory.iterdir():
-        if any(mark in path.name for mark in _LITTER):
-          shutil.rmtree(path, ignore_errors=True)
-
 
 def save_policy(path: str | os.PathLike[str], params: Any, cfg: ModelConfig,
                 tokenizer: str = "") -> None:
@@ -224,7 +294,8 @@ def save_policy(path: str | os.PathLike[str], params: Any, cfg: ModelConfig,
   if path.exists():
     raise CheckpointError(f"{path} exists already: remove it or choose another path")
   shutil.rmtree(path.with_name(path.name + _LITTER[0]), ignore_errors=True)
-  _write(path, {"policy": params, "meta": _json_ready({"model": cfg, "tokenizer": tokenizer})})
+  meta = _json_ready({"model": cfg, "tokenizer": tokenizer})
+  _write(ocp.Checkpointer(_items()), path, {"policy": params, "meta": meta})
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -233,10 +304,12 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
   return _read(pathlib.Path(path).absolute(), {"meta": None}, advice)["meta"]
 
 
-def restore_policy(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelConfig]:
+def restore_policy(path: str | os.PathLike[str], mesh: Mesh | None = None
+                   ) -> tuple[dict[str, Any], ModelConfig]:
   """(params, config) of a checkpoint's policy item; the optimizer is neither read nor needed.
 
-  path: `Checkpoints.policy_path(step)`, or what `save_policy` wrote.
+  path: `Checkpoints.policy_path(step)`, or what `save_policy` wrote. mesh: where the parameters
+  are put, each device's pieces alone; None: the default device.
   """
   path = pathlib.Path(path).absolute()
   try:
@@ -244,7 +317,8 @@ def restore_policy(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelC
   except (KeyError, TypeError) as e:
     raise CheckpointError(f"checkpoint {path} names no model that this version of kr knows: "
                           f"{_reason(e)}. Restore it with the version that wrote it.") from e
-  like = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
-                      transformer.shapes(cfg), is_leaf=lambda x: isinstance(x, tuple))
+  like = transformer.declared_map(lambda p: jax.ShapeDtypeStruct(
+      p.shape, np.float32, sharding=mesh and NamedSharding(
+          mesh, sharding.spec(mesh, p.axes, p.shape))), cfg)
   advice = "Use another step's directory."
   return _read(path, {"policy": _like(like)}, advice)["policy"], cfg
