@@ -49,14 +49,14 @@ def heads(
   """Grouped-query attention (Ainslie et al., 2023): x [B,T,D] -> [B,T,D]."""
 
   def part(name: str) -> jax.Array:
-    y = ops.project("btd,dhk->bthk", x, p["w" + name], how)
+    y = ops.linear("btd,dhk->bthk", x, p, "w" + name, how)
     return y + p["b" + name].astype(y.dtype) if "b" + name in p else y
 
   q, k, v = part("q"), part("k"), part("v")
   if cfg.qk_norm:
     q, k = ops.rms_norm(q, p["q_norm"], cfg.norm_eps), ops.rms_norm(k, p["k_norm"], cfg.norm_eps)
   o = attend(rope.turn(q, *angles) * cfg.query_scale, rope.turn(k, *angles), v)
-  y = ops.project("bthk,hkd->btd", o, p["wo"], how)
+  y = ops.linear("bthk,hkd->btd", o, p, "wo", how)
   return y + p["bo"].astype(y.dtype) if "bo" in p else y
 
 
@@ -81,7 +81,7 @@ def mlp(p: dict[str, Any], x: jax.Array, how: Execution, prefix: str = "") -> ja
   """SwiGLU (Shazeer, 2020): x [B,T,D] -> [B,T,D]."""
 
   def linear(name: str, y: jax.Array) -> jax.Array:
-    y = ops.project("bti,io->bto", y, p[prefix + name], how)
+    y = ops.linear("bti,io->bto", y, p, prefix + name, how)
     return y + p["b_" + name].astype(y.dtype) if not prefix and "b_" + name in p else y
 
   return linear("down", jax.nn.silu(linear("gate", x)) * linear("up", x))

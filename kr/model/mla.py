@@ -52,21 +52,21 @@ def heads(
   """x [B,T,D] -> [B,T,D]. R: width of the latent."""
   m = cfg.mla
   if m.q_rank:
-    latent = ops.project("btd,dr->btr", x, p["wq_a"], how)
+    latent = ops.linear("btd,dr->btr", x, p, "wq_a", how)
     latent = latent + p["bq_a"].astype(x.dtype) if "bq_a" in p else latent
     latent = ops.rms_norm(latent, p["q_a_norm"], 1e-6)  # Hugging Face's own, whatever the config
-    q = ops.project("btr,rhk->bthk", latent, p["wq_b"], how)
+    q = ops.linear("btr,rhk->bthk", latent, p, "wq_b", how)
   else:
-    q = ops.project("btd,dhk->bthk", x, p["wq"], how)
-  latent = ops.project("btd,dr->btr", x, p["wkv_a"], how)
+    q = ops.linear("btd,dhk->bthk", x, p, "wq", how)
+  latent = ops.linear("btd,dr->btr", x, p, "wkv_a", how)
   latent = latent + p["bkv_a"].astype(x.dtype) if "bkv_a" in p else latent
   shared = rope.turn(latent[:, :, None, m.kv_rank:], *angles, m.interleaved)  # [B,T,1,rope]
   latent = ops.rms_norm(latent[..., :m.kv_rank], p["kv_a_norm"], 1e-6)
-  kv = ops.project("btr,rhk->bthk", latent, p["wkv_b"], how)  # [B,T,H,nope+value]
+  kv = ops.linear("btr,rhk->bthk", latent, p, "wkv_b", how)  # [B,T,H,nope+value]
 
   q = jnp.concatenate([q[..., :m.nope], rope.turn(q[..., m.nope:], *angles, m.interleaved)], -1)
   shared = jnp.broadcast_to(shared, (*kv.shape[:3], m.rope))
   k = jnp.concatenate([kv[..., :m.nope], shared], -1)
   o = attend(q * cfg.query_scale, k, kv[..., m.nope:])
-  y = ops.project("bthk,hkd->btd", o, p["wo"], how)
+  y = ops.linear("bthk,hkd->btd", o, p, "wo", how)
   return y + p["bo"].astype(y.dtype) if "bo" in p else y

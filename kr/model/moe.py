@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax.numpy as jnp
 
 from kr.model import layers
+from kr.model import lora
 from kr.model import sharding
 from kr.model.config import Execution, ModelConfig
 from kr.model.sharding import ZEROS, Param
@@ -73,7 +74,7 @@ def apply(p: dict[str, Any], cfg: ModelConfig, x: jax.Array, how: Execution) -> 
   weights, experts = route(p, cfg, x.reshape(-1, D))
   A = cfg.moe.active
   weights, experts = weights.reshape(B, T, A), experts.reshape(B, T, A)
-  stacks = tuple(p[f"experts_{name}"] for name in ("gate", "up", "down"))
+  stacks = tuple(lora.matrix(p, f"experts_{name}") for name in ("gate", "up", "down"))
   mesh = sharding.current()
   if mesh is None:
     y = _visit(x, weights, experts, *stacks, 0, how)

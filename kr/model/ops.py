@@ -22,6 +22,24 @@ def project(spec: str, x: jax.Array, w: jax.Array, how: Execution, out: Any = No
   return _bfloat16(spec, x, w).astype(out or x.dtype)
 
 
+def linear(spec: str, x: jax.Array, p: dict[str, Any], name: str, how: Execution) -> jax.Array:
+  """`project` with the parameter `name` of p, and with its adapter where p has one.
+
+  An adapter (Hu et al., 2021; `kr.model.lora`) is a narrow detour beside the matrix: x to its
+  z dimensions, and from there to the output.
+  """
+  y = project(spec, x, p[name], how)
+  if f"{name}_lora_a" not in p:
+    return y
+  inputs, out = spec.split("->")
+  given, matrix = inputs.split(",")
+  narrow = "".join(c for c in given if c not in matrix) + "z"
+  enter = "".join(c for c in matrix if c in given) + "z"
+  leave = "z" + "".join(c for c in matrix if c not in given)
+  z = project(f"{given},{enter}->{narrow}", x, p[f"{name}_lora_a"], how)
+  return y + project(f"{narrow},{leave}->{out}", z, p[f"{name}_lora_b"], how)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _bfloat16(spec, x, w):
   return jnp.einsum(spec, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16),

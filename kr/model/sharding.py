@@ -125,6 +125,35 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec(mesh, axes, x.shape))
 
 
+def pin(tree: Any, declared: Any) -> Any:
+  """`constrain` for the parameters that are `declared`, or what is kept for each of them.
+
+  Such as an optimizer's state: a leaf whose path ends like a parameter's, and that is as
+  large, lies where the parameter does; all else lies whole on every device.
+  """
+  if current() is None:
+    return tree
+  is_param = lambda p: isinstance(p, Param)
+  known = {_names(path): p for path, p in
+           jax.tree_util.tree_flatten_with_path(declared, is_leaf=is_param)[0]}
+
+  def one(path: tuple, x: jax.Array) -> jax.Array:
+    p = known.get(_names(path))
+    return constrain(x, *(p.axes if p and p.shape == x.shape else (None,) * x.ndim))
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _names(path: tuple) -> tuple[str, ...]:
+  """The dictionary keys that a path ends with."""
+  out: list[str] = []
+  for key in reversed(path):
+    if not isinstance(key, jax.tree_util.DictKey):
+      break
+    out.insert(0, key.key)
+  return tuple(out)
+
+
 def shard(mesh: Mesh, tree: Any, declared: Any) -> Any:
   """Puts a tree of host arrays onto a mesh as `kr.model.transformer.declare` says.
 

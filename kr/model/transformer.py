@@ -70,7 +70,8 @@ def _of_layers(cfg: ModelConfig) -> dict[str, Param]:
 
 
 def layers_of(cfg: ModelConfig, name: str) -> list[int]:
-  """The indices of the layers over which the parameter `name` is stacked."""
+  """The indices of the layers over which the parameter `name`, or its adapter, is stacked."""
+  name = name.partition("_lora_")[0]
   if name in layers.declare_mlp(cfg):
     return [i for i in range(cfg.layers) if not cfg.is_moe(i)]
   if cfg.moe and name in moe.declare(cfg):
@@ -90,6 +91,11 @@ def shapes(cfg: ModelConfig) -> dict[str, Any]:
 
 def init(cfg: ModelConfig, seed: int = 0) -> Params:
   """Random float32 parameters, as `declare` says."""
+  return draw(declare(cfg), seed)
+
+
+def draw(declared: dict[str, Any], seed: int) -> Params:
+  """Random float32 parameters, as they are declared."""
   rng = np.random.default_rng(seed)
 
   def one(p: Param) -> jax.Array:
@@ -97,7 +103,7 @@ def init(cfg: ModelConfig, seed: int = 0) -> Params:
       return jnp.full(p.shape, 1.0 if p.fan_in == ONES else 0.0, jnp.float32)
     return jnp.asarray(rng.standard_normal(p.shape, np.float32) * np.float32(p.fan_in**-0.5))
 
-  return declared_map(one, cfg)
+  return jax.tree.map(one, declared, is_leaf=lambda p: isinstance(p, Param))
 
 
 # -------------------------------------------------------------------- forward
@@ -121,7 +127,9 @@ def hidden(
   how: Execution = PLAIN,
 ) -> jax.Array:
   """The residual stream after the final norm: tokens, positions [B,T] -> [B,T,D]."""
-  x = params["embed"][tokens]
+  # The table is gathered over fsdp first: rows are split over that axis too.
+  table = sharding.constrain(params["embed"], "vocab", None)
+  x = sharding.constrain(table[tokens], "rows", "tokens", None)
   x = x.astype(jnp.bfloat16) if how.precision == "bfloat16" else x
   angles = rope.angles(cfg, positions)
 

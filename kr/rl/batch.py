@@ -1,4 +1,4 @@
-"""Packs trajectories into rows of a fixed width. numpy only.
+"""Packs trajectories into rows of one width, or of a few. numpy only.
 
 Segments of kept trajectories are laid end to end in rows of `row_tokens`, with segment
 ids to keep their attention apart.
@@ -19,7 +19,7 @@ Item = tuple[types.Trajectory, Sequence[float] | np.ndarray, bool]
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """Packed rows; every array is [B, T], B a multiple of `rows_multiple`, T = `row_tokens`.
+  """Packed rows; every array is [B, T], T = `row_tokens`, B a multiple of `rows_multiple`.
 
   tokens: int32, 0 in padding (never read an id to find padding: use segment_ids).
   positions: int32, from 0 in each segment; 0 in padding.
@@ -34,6 +34,7 @@ class Batch:
     that negative sample control discarded, and not their segments: the loss is
     −Σ weights · advantage · logprob, a mean over trajectories of sums over sampled tokens.
   versions: int32, the policy version that sampled the token; −1 where mask is 0.
+  split: its rows are `row_tokens` / split wide, see `pack_by_length`.
   """
   tokens: np.ndarray
   positions: np.ndarray
@@ -43,6 +44,7 @@ class Batch:
   logprobs: np.ndarray
   weights: np.ndarray
   versions: np.ndarray
+  split: int = 1
 
   @property
   def padding_share(self) -> float:
@@ -51,7 +53,7 @@ class Batch:
 
   def arrays(self) -> dict[str, np.ndarray]:
     """The columns by name, uncopied."""
-    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "split"}
 
 
 def pack(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1) -> Batch:
@@ -70,6 +72,23 @@ def pack(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1) -> Batc
   Raises ValueError when a segment does not fit a row, when advantages do not match turns,
   or when a sampled token lies in no turn.
   """
+  (batch,) = pack_by_length(items, row_tokens, rows_multiple)
+  return batch
+
+
+def pack_by_length(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1,
+                   buckets: int = 1) -> list[Batch]:
+  """`pack` into rows of `buckets` widths: row_tokens, half of it, a quarter, and so on.
+
+  A segment goes into the first row with room, the widest first; where there is none, it opens
+  a row of the smallest width that holds it. One long and many short segments then do not
+  make wide rows of padding. Where a row is 1/s as wide, `rows_multiple` counts s times, so that a
+  micro-batch has as many tokens whatever its width. Widths that no segment needs are left
+  out; there is always one batch.
+  """
+  if buckets < 1 or row_tokens % 2 ** (buckets - 1):
+    raise ValueError(f"row_buckets={buckets} halves row_tokens={row_tokens} {buckets - 1} times: "
+                     f"make that a multiple of {2 ** max(buckets - 1, 0)}, or row_buckets smaller")
   items = list(items)
   pieces = []
   for trajectory, advantages, keep in items:
@@ -82,21 +101,21 @@ def pack(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1) -> Batc
   if longest > row_tokens:
     raise ValueError(f"a segment of {longest} tokens does not fit a row of {row_tokens}: set "
                      f"row_tokens to {longest} or more, or lower max_context_tokens")
-  rows = _first_fit_decreasing([len(p["tokens"]) for p in pieces], row_tokens)
-  count = max(1, -(-len(rows) // rows_multiple)) * rows_multiple
-  batch = _empty(count, row_tokens)
-  for b, row in enumerate(rows):
-    start = 0
-    for number, index in enumerate(row, 1):
-      piece = pieces[index]
-      stop = start + len(piece["tokens"])
-      for name, column in piece.items():
-        getattr(batch, name)[b, start:stop] = column
-      batch.positions[b, start:stop] = np.arange(stop - start)
-      batch.segment_ids[b, start:stop] = number
-      batch.weights[b, start:stop] = piece["mask"] / len(items)
-      start = stop
-  return batch
+  widths = [row_tokens >> i for i in range(buckets)]
+  rows = _first_fit_decreasing([len(p["tokens"]) for p in pieces], widths)
+  out = []
+  for width in widths:
+    of_width = [[pieces[i] for i in row] for w, row in rows if w == width]
+    if of_width or not rows and width == row_tokens:
+      split = row_tokens // width
+      out.append(_lay(of_width, width, rows_multiple * split, split, len(items)))
+  return out
+
+
+def padding_share(batches: Sequence[Batch]) -> float:
+  """Share of places of all batches that hold no token, whole padding rows included."""
+  places = sum(b.tokens.size for b in batches)
+  return sum(b.padding_share * b.tokens.size for b in batches) / places
 
 
 def from_demonstrations(trajectories: Iterable[types.Trajectory], row_tokens: int,
@@ -105,13 +124,30 @@ def from_demonstrations(trajectories: Iterable[types.Trajectory], row_tokens: in
   return pack([(t, np.ones(len(t.turns)), True) for t in trajectories], row_tokens, rows_multiple)
 
 
-def _empty(rows: int, row_tokens: int) -> Batch:
-  shape = (rows, row_tokens)
+def _lay(rows: list[list[dict[str, np.ndarray]]], width: int, multiple: int, split: int,
+         trajectories: int) -> Batch:
+  """The pieces of each row, end to end; their weight is 1 / trajectories."""
+  batch = _empty(max(1, -(-len(rows) // multiple)) * multiple, width, split)
+  for b, row in enumerate(rows):
+    start = 0
+    for number, piece in enumerate(row, 1):
+      stop = start + len(piece["tokens"])
+      for name, column in piece.items():
+        getattr(batch, name)[b, start:stop] = column
+      batch.positions[b, start:stop] = np.arange(stop - start)
+      batch.segment_ids[b, start:stop] = number
+      batch.weights[b, start:stop] = piece["mask"] / trajectories
+      start = stop
+  return batch
+
+
+def _empty(rows: int, width: int, split: int) -> Batch:
+  shape = (rows, width)
   ints = ("tokens", "positions", "segment_ids", "mask")
   floats = ("advantages", "logprobs", "weights")
   return Batch(**{name: np.zeros(shape, np.int32) for name in ints},
                **{name: np.zeros(shape, np.float32) for name in floats},
-               versions=np.full(shape, -1, np.int32))
+               versions=np.full(shape, -1, np.int32), split=split)
 
 
 def _pieces(trajectory: types.Trajectory, advantages: np.ndarray) -> list[dict[str, np.ndarray]]:
@@ -144,9 +180,10 @@ def _pieces(trajectory: types.Trajectory, advantages: np.ndarray) -> list[dict[s
   return pieces
 
 
-def _first_fit_decreasing(lengths: list[int], row_tokens: int) -> list[list[int]]:
-  """Rows of indices into `lengths`; each row's lengths sum to at most `row_tokens`."""
-  rows: list[list[int]] = []
+def _first_fit_decreasing(lengths: list[int], widths: list[int]
+                          ) -> list[tuple[int, list[int]]]:
+  """Rows (width, indices into `lengths`) that hold their lengths; widths: widest first."""
+  rows: list[tuple[int, list[int]]] = []
   free: list[int] = []
   for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
     for b, room in enumerate(free):
@@ -154,8 +191,9 @@ def _first_fit_decreasing(lengths: list[int], row_tokens: int) -> list[list[int]
         break
     else:
       b = len(rows)
-      rows.append([])
-      free.append(row_tokens)
-    rows[b].append(index)
+      width = [w for w in widths if w >= lengths[index]][-1]
+      rows.append((width, []))
+      free.append(width)
+    rows[b][1].append(index)
     free[b] -= lengths[index]
   return rows

@@ -1,13 +1,14 @@
-"""The learner: accumulates the REINFORCE gradient over micro-batches and applies AdamW.
+"""The learner: accumulates the REINFORCE gradient over micro-batches and takes a step.
 
 The same learner makes the starting policy (advantage 1 on demonstrations) and trains it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
-from typing import Any, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -15,33 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kr.model import lora as lora_lib
 from kr.model import sharding
 from kr.model import transformer
 from kr.model.config import Execution, ModelConfig
+from kr.model.lora import Lora
 from kr.model.transformer import Params
 from kr.rl import loss as loss_lib
 from kr.rl.batch import Batch
-
-
-def make_optimizer(learning_rate: float, warmup_steps: int, clip_norm: float, weight_decay: float,
-                   b2: float = 0.95, decay_steps: int | None = None
-                   ) -> optax.GradientTransformation:
-  """AdamW behind a global-norm clip; linear warm-up, then constant or cosine to a tenth.
-
-  b2: decay of the second moment. RL wants it near 1: as the policy improves, gradients
-  shrink, and a short memory would scale their noise up to full steps.
-  """
-  if decay_steps:
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, warmup_steps, decay_steps, learning_rate / 10)
-  else:
-    schedule = optax.linear_schedule(
-        learning_rate / max(warmup_steps, 1), learning_rate, warmup_steps)
-  decayed = lambda params: jax.tree_util.tree_map_with_path(
-      lambda path, _: not path[-1].key.endswith("norm"), params)
-  return optax.chain(
-      optax.clip_by_global_norm(clip_norm),
-      optax.adamw(schedule, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decayed))
+from kr.rl.optim import make_optimizer  # noqa: F401
 
 
 def micro_batches(batch: Batch, rows: int, version: int | None = None,
@@ -104,10 +87,13 @@ def padded(n: int, multiple: int) -> int:
 
 
 class Learner:
-  """Parameters, optimizer state, and one `update` a step.
+  """What is trained, the optimizer's state, and one `update` a step.
 
-  params: a tree of host or device arrays. mesh: where they are put, as the table in
-  `kr.model.sharding` says; None: the default device. how: precision, rematerialisation and so on.
+  params: the policy, a tree of host or device arrays. mesh: where it is put, as the table in
+  `kr.model.sharding` says; None: the default device. how: precision, rematerialisation and so
+  on. lora: the policy is frozen, and adapters beside it are trained (made from `seed`).
+
+  `params` is what is trained: the policy, or its adapters. `policy` is the policy either way.
   """
 
   def __init__(
@@ -119,34 +105,76 @@ class Learner:
     micro_rows: int = 8,
     mesh: Mesh | None = None,
     how: Execution = transformer.PLAIN,
+    lora: Lora | None = None,
+    seed: int = 0,
   ):
     self.cfg, self.optimizer, self.micro_rows = cfg, optimizer, micro_rows
-    self.mesh, self.how = mesh, how
-    if mesh is None:
-      self.params = jax.tree.map(jnp.array, params)  # its own copy: an update donates its buffers
+    self.mesh, self.how, self.lora = mesh, how, lora
+    self._shapes = set()  # of micro-batches, each of which was compiled once
+    self._frozen = None
+    if lora is None:
+      self.params = self._put(params, transformer.declare(cfg))
     else:
-      self.params = sharding.shard(mesh, params, transformer.declare(cfg))
+      self._frozen = self._put(params, transformer.declare(cfg))
+      declared = _trained(cfg, lora)
+      self.params = self._put(transformer.draw(declared, seed), declared)
     with self._on_mesh():
-      self.opt_state = self._init_optimizer() if opt_state is None else opt_state
-    self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p),
-                          out_shardings=self._layout(self.params))
+      self.opt_state = (_init(self.params, optimizer, cfg, lora) if opt_state is None
+                        else opt_state)
 
-  def update(self, batch: Batch, version: int | None = None) -> dict[str, float]:
-    """One optimizer step on a packed batch; returns means over its trained tokens.
+  @property
+  def policy(self) -> Params:
+    """The policy's whole tree, adapters merged: what is published and exported."""
+    if self.lora is None:
+      return self.params
+    with self._on_mesh():
+      return _merge(self._frozen, self.params, self.cfg, self.lora)
+
+  def state(self) -> tuple[Params, Any]:
+    """(policy, optimizer tree), what a checkpoint holds: arrays that carry their shardings.
+
+    With adapters, the optimizer tree holds these too, unmerged.
+    """
+    if self.lora is None:
+      return self.params, self.opt_state
+    return self.policy, {"adapters": self.params, "optimizer": self.opt_state}
+
+  def load(self, policy: Params, optimizer_tree: Any) -> None:
+    """Takes back what `state` gave, from here or from a learner on another mesh.
+
+    With adapters, the frozen policy stays the one that this learner was made from: a merged
+    one would not come apart to the same bits.
+    """
+    if self.lora is None:
+      self.params, self.opt_state = policy, optimizer_tree
+    else:
+      self.params, self.opt_state = optimizer_tree["adapters"], optimizer_tree["optimizer"]
+
+  def update(self, batch: Batch | Sequence[Batch], version: int | None = None
+             ) -> dict[str, float]:
+    """One optimizer step on packed rows; returns means over their trained tokens.
 
     `logprob_gap` is the mean absolute difference to the behaviour logprobs, over the tokens
     that policy `version` sampled (None: all). A batch without a single trained token changes
-    nothing. A non-finite gradient is skipped and reported as `skipped` = 1.
+    nothing. A non-finite gradient is skipped and reported as `skipped` = 1. `compiles` counts
+    the shapes of micro-batches that this learner has met: few, see `pack_by_length` and `padded`.
     """
+    batches = [batch] if isinstance(batch, Batch) else batch
     with self._on_mesh():
-      grads, sums = self._zeros(self.params), []
-      for rows in micro_batches(batch, self.micro_rows, version, mesh=self.mesh):
-        grads, aux = _accumulate(self.params, grads, self.cfg, self._place(rows), self.how)
-        sums.append(aux)
+      grads, sums = None, []
+      for part in batches:
+        rows_of = self.micro_rows * part.split
+        for rows in micro_batches(part, rows_of, version, mesh=self.mesh):
+          if grads is None:
+            grads = _zeros(self.params, self.cfg, self.lora)
+          self._shapes.add((rows.tokens.shape, rows.target.shape))
+          grads, aux = _accumulate(self.params, self._frozen, grads, self._place(rows), self.cfg,
+                                   self.how, self.lora)
+          sums.append(aux)
       if not sums:
-        return {"loss": 0.0, "trained_tokens": 0, "skipped": 0}
+        return {"loss": 0.0, "trained_tokens": 0, "skipped": 0, "compiles": len(self._shapes)}
       self.params, self.opt_state, norm = _apply(
-          self.params, self.opt_state, grads, self.optimizer)
+          self.params, self.opt_state, grads, self.optimizer, self.cfg, self.lora)
     sums = [{k: float(v) for k, v in s.items()} for s in sums]
     total = lambda key: sum(s[key] for s in sums)
     n = total("trained_tokens")
@@ -154,6 +182,7 @@ class Learner:
       "loss": total("loss"),
       "grad_norm": float(norm),
       "skipped": int(not np.isfinite(float(norm))),
+      "compiles": len(self._shapes),
       "trained_tokens": int(n),
       "log_prob": total("log_prob") / n,
       "entropy": total("entropy") / n,
@@ -164,20 +193,10 @@ class Learner:
   def _on_mesh(self) -> contextlib.AbstractContextManager:
     return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
-  def _layout(self, tree: Any) -> Any:
-    """The shardings of a tree of arrays, or None for wherever JAX likes."""
-    return jax.tree.map(lambda a: a.sharding, tree) if self.mesh else None
-
-  def _init_optimizer(self) -> Any:
+  def _put(self, params: Params, declared: Any) -> Params:
     if self.mesh is None:
-      return self.optimizer.init(self.params)
-    # What the optimizer keeps for each parameter lies where the parameter does.
-    whole = NamedSharding(self.mesh, P())
-    shapes = jax.eval_shape(self.optimizer.init, self.params)
-    layout = optax.tree_utils.tree_map_params(
-        self.optimizer, lambda _, p: p.sharding, shapes, self.params,
-        transform_non_params=lambda _: whole)
-    return jax.jit(self.optimizer.init, out_shardings=layout)(self.params)
+      return jax.tree.map(jnp.array, params)  # its own copy: an update donates its buffers
+    return sharding.shard(self.mesh, params, declared)
 
   def _place(self, rows: loss_lib.Rows) -> loss_lib.Rows:
     if self.mesh is None:
@@ -191,17 +210,46 @@ class Learner:
       for name, a in rows._asdict().items()))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "how"), donate_argnames="grads")
-def _accumulate(params, grads, cfg, rows, how):
-  gradient = jax.value_and_grad(loss_lib.reinforce, has_aux=True)
-  (loss, aux), new = gradient(params, cfg, rows, how)
-  return jax.tree.map(jnp.add, grads, new), {**aux, "loss": loss}
+# -------------------------------------------------------------------- compiled once for all
 
 
-@functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=(0, 1))
-def _apply(params, opt_state, grads, optimizer):
+def _trained(cfg: ModelConfig, lora: Lora | None) -> dict[str, Any]:
+  """The declarations of what is trained."""
+  declared = transformer.declare(cfg)
+  return {"layers": lora_lib.declare(declared["layers"], lora)} if lora else declared
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "lora"))
+def _zeros(params, cfg, lora):
+  return sharding.pin(jax.tree.map(jnp.zeros_like, params), _trained(cfg, lora))
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer", "cfg", "lora"))
+def _init(params, optimizer, cfg, lora):
+  return sharding.pin(optimizer.init(params), _trained(cfg, lora))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "lora"))
+def _merge(frozen, adapters, cfg, lora):
+  return sharding.pin(lora_lib.merge(frozen, adapters, lora), transformer.declare(cfg))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "how", "lora"), donate_argnames="grads")
+def _accumulate(params, frozen, grads, rows, cfg, how, lora):
+  def of(params):
+    whole = lora_lib.attach(frozen, params, lora) if lora else params
+    return loss_lib.reinforce(whole, cfg, rows, how)
+
+  (loss, aux), new = jax.value_and_grad(of, has_aux=True)(params)
+  grads = jax.tree.map(jnp.add, grads, new)
+  return sharding.pin(grads, _trained(cfg, lora)), {**aux, "loss": loss}
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer", "cfg", "lora"), donate_argnums=(0, 1))
+def _apply(params, opt_state, grads, optimizer, cfg, lora):
   norm = optax.global_norm(grads)
   finite = jnp.isfinite(norm)
   updates, new_state = optimizer.update(grads, opt_state, params)
-  keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+  keep = lambda new, old: sharding.pin(
+    jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old), _trained(cfg, lora))
   return keep(optax.apply_updates(params, updates), params), keep(new_state, opt_state), norm

@@ -26,7 +26,8 @@ from kr.model import hf
 from kr.model import induction
 from kr.model.config import ModelConfig
 from kr.rl import batch as batch_lib
-from kr.rl.learner import Learner, make_optimizer
+from kr.rl.learner import Learner
+from kr.rl.optim import make_optimizer
 from kr.tools.base import Toolbox
 from kr.tools.browser import render
 
@@ -105,7 +106,7 @@ def imitate(cfg: ModelConfig, demonstrations: Sequence[types.Trajectory], *, ste
   What a demonstration did wrong is imitated too: it is there to be unlearned by RL.
   """
   optimizer = make_optimizer(learning_rate, max(1, steps // 20), clip_norm=1.0, weight_decay=0.01,
-                             decay_steps=steps)
+                             schedule="cosine", total_steps=steps)
   learner = Learner(cfg, induction.init(cfg, seed), optimizer, micro_rows=micro_rows)
   rng, order = np.random.default_rng(seed), []
   for step in range(1, steps + 1):
