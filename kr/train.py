@@ -10,45 +10,43 @@ where it was stopped, however it was stopped; --config.rl.steps=60 extends a fin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
 import contextlib
-import json
-import os
 import pathlib
-import shutil
 import sys
-import tempfile
-import time
 from typing import Any
 
 from absl import flags
 from absl import logging
+import jax
+from jax.sharding import Mesh
 import ml_collections
 from ml_collections import config_flags
 import numpy as np
+import optax
 import tqdm
 
+from kr import stages
 from kr import types
 from kr import wiring
-from kr.data import tasks as tasks_lib
-from kr.data import world as world_lib
 from kr.data.grade import grade
 from kr.eval import report
 from kr.eval import runner
 from kr.eval import stats
 from kr.model import compiled
 from kr.model import hf
+from kr.model import sharding
 from kr.model.checkpoint import Checkpoints
-from kr.model.config import ModelConfig
+from kr.model.config import Execution
+from kr.model.lora import Lora
 from kr.rl import advantage
 from kr.rl import batch as batch_lib
 from kr.rl import credit
 from kr.rl import metrics as metrics_lib
 from kr.rl import reward
 from kr.rl import rollout
-from kr.rl import start
 from kr.rl.buffer import ReplayBuffer
-from kr.rl.learner import Learner, make_optimizer
+from kr.rl.learner import Learner
+from kr.rl.optim import make_optimizer
 
 ConfigDict = ml_collections.ConfigDict
 
@@ -73,22 +71,23 @@ def main(argv: list[str]) -> None:
             f"Extend it with --config.rl.steps={config.rl.steps + 20}.")
       return
     compiled.keep()
-    run_stages(config, workdir, buffer, Clock(workdir.path / "minutes.json"), stack)
+    run_stages(config, workdir, buffer, stages.Clock(workdir.path / "minutes.json"), stack)
 
 
-def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer, clock: Clock,
-               stack: contextlib.ExitStack) -> None:
+def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer,
+               clock: stages.Clock, stack: contextlib.ExitStack) -> None:
   """All stages in order; `stack` ends what they start."""
   # ---------------------------------------------------------------- world, tasks
   with clock("world"):
-    world = make_world(workdir, config)
+    world = stages.make_world(workdir, config)
   with clock("tasks"):
-    train, heldout, guessed = make_tasks(workdir, config, world)
+    train, heldout, guessed = stages.make_tasks(workdir, config, world)
 
   # ---------------------------------------------------------------- starting policy
   with clock("start"):
-    make_start(workdir, config, world, train)
+    stages.make_start(workdir, config, world, train)
     checkpoints = Checkpoints(workdir.checkpoints, keep=config.rl.keep_checkpoints)
+    stack.callback(checkpoints.wait)  # however the run ends, what is being written gets whole
     learner, restored, meta = make_learner(workdir, config, checkpoints)
 
   # ---------------------------------------------------------------- server, RL, evaluations
@@ -114,7 +113,7 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer
       results["before"] = sorted(runner.read(workdir.eval("before")),
                                  key=lambda t: (order[t.task.id], t.sample))
       if not results["before"]:
-        say(f"{workdir.eval('before')} is gone: the report will have no column for before")
+        stages.say(f"{workdir.eval('before')} is gone: the report will have no column for before")
     with metrics_lib.MetricsWriter(workdir.path, restored) as writer:
       written = {row["step"] for row in metrics_lib.read(workdir.path)}
       if meta.get("metrics") and restored not in written:
@@ -145,17 +144,17 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer
 
 async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learner, restored: int,
                     checkpoints: Checkpoints, session: wiring.Session, buffer: ReplayBuffer,
-                    writer: metrics_lib.MetricsWriter, clock: Clock) -> None:
+                    writer: metrics_lib.MetricsWriter, clock: stages.Clock) -> None:
   """REINFORCE. Step n rolls out under policy n-1, updates it, and publishes policy n."""
   rl = config.rl
   buffer.rewind(restored)  # what was trained after that checkpoint is to be trained again
-  with bar("reinforce", rl.steps, "step", restored) as steps:
+  with stages.bar("reinforce", rl.steps, "step", restored) as steps:
     def on_progress(_, done: int, total: int) -> None:
       steps.set_postfix_str(f"rollout {done}/{total}", refresh=False)
       steps.update(0)  # draws, if it is time to
 
     for step in range(restored + 1, rl.steps + 1):
-      seconds, watch = {}, Stopwatch()
+      seconds, watch = {}, stages.Stopwatch()
 
       # ---- rollout: groups of trajectories, concurrently
       trajectories = await rollout.collect(
@@ -167,25 +166,27 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       if not config.rollout.budget_s:
         rollout.assert_on_policy(trajectories, step - 1)
       seconds["rollout_s"] = watch()
+      await settle(checkpoints, step - 1, session)
+      seconds["checkpoint_s"] = watch()
 
       # ---- reward, advantage, negative sample control, update
       rewards, advantages, keep = credit.assign(
           trajectories, gamma=rl.gamma, format_penalty=rl.format_penalty,
           negatives_keep=rl.negatives_keep, protect_faults=rl.protect_faults,
           seed=[config.seed, step])
-      batch = batch_lib.pack(
-          list(zip(trajectories, advantages, keep)), rl.row_tokens, rl.micro_rows)
-      update = await asyncio.to_thread(learner.update, batch, step - 1)
+      batches = batch_lib.pack_by_length(
+          zip(trajectories, advantages, keep), rl.row_tokens, rl.micro_rows, rl.row_buckets)
+      update = await asyncio.to_thread(learner.update, batches, step - 1)
       check_gap(step, update.get("logprob_gap", 0.0), rl.max_logprob_gap)
       seconds["update_s"] = watch()
 
       # ---- checkpoint, publish. Rows are consumed first, and rewound if no checkpoint follows.
       row = {**metrics_lib.summarize(trajectories, rewards, buffer.counts(step)["excluded"]),
              **update, **seconds, "discarded": int((~keep).sum()),
-             "padding_share": batch.padding_share}
+             "padding_share": batch_lib.padding_share(batches)}
       buffer.consume([t.id for t in trajectories], step)
-      save(checkpoints, step, learner, row)
-      await session.publish(checkpoints.policy_path(step), step)
+      policy_dir = checkpoints.save_async(step, *learner.state(), meta_of(learner, row))
+      await session.publish(policy_dir, step)
       seconds["publish_s"] = watch()
 
       row |= {"publish_s": seconds["publish_s"],
@@ -195,6 +196,21 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       clock.add("reinforce", sum(seconds.values()))
       tqdm.tqdm.write(metrics_lib.console_line(step, row), file=sys.stderr)
       steps.update()
+  await settle(checkpoints, rl.steps, session)
+  checkpoints.sweep()
+
+
+async def settle(checkpoints: Checkpoints, step: int, session: wiring.Session) -> None:
+  """Ends the overlap: the checkpoint of `step`, whose policy is served, is whole.
+
+  Strictly on-policy, a rollout cannot begin before the policy lies on disk, where the server
+  reads it. What it need not wait for is the rest, most of all the optimizer's state, twice as
+  large: that is written while the next step rolls out. A kill in between goes on from the step
+  before; it finds the same trajectories in the buffer, so the same update makes the same policy
+  again, and what was rolled out under it waits there for its turn.
+  """
+  await asyncio.to_thread(checkpoints.wait)
+  session.moved(checkpoints.policy_path(step))
 
 
 def check_gap(step: int, gap: float, bound: float) -> None:
@@ -206,120 +222,84 @@ def check_gap(step: int, gap: float, bound: float) -> None:
         "bug, not noise. Nothing was saved of this step.")
 
 
-# -------------------------------------------------------------------- stages before it
+# -------------------------------------------------------------------- learner
 
 
-def make_world(workdir: wiring.Workdir, config: ConfigDict) -> world_lib.World:
-  """Builds the offline web and its index, unless they are there."""
-  path, w = workdir.world(config), config.world
-  if not (path / "manifest.json").is_file():
-    if w.dir:
-      raise wiring.UserError(f"world.dir={w.dir} holds no world; leave it empty to build one")
-    with users_error("config.world"):
-      with bar("pages", None, "page") as pages:
-        def on_progress(done: int, total: int) -> None:
-          pages.total = total
-          pages.update(done - pages.n)
-
-        world_lib.build(path, w.seed, countries=w.countries, cities=w.cities, elements=w.elements,
-                        on_progress=on_progress)
-  with users_error(str(path)):
-    world = world_lib.World(path)
-  say(f"{world.manifest['pages']} pages, {world.manifest['links']} links: {path}")
-  return world
+def learner_parts(config: ConfigDict
+                  ) -> tuple[Execution, Lora | None, optax.GradientTransformation]:
+  """How the model is run, the adapters if any, and the optimizer. Raises ValueError."""
+  c, rl = config.learner, config.rl
+  how = Execution(precision=c.precision, remat=c.remat, scan=c.scan, attention=c.attention,
+                  head_chunk=c.head_chunk)
+  adapters = Lora(c.lora_rank, c.lora_alpha, tuple(c.lora_targets)) if c.lora_rank else None
+  return how, adapters, make_optimizer(
+      rl.learning_rate, rl.warmup_steps, rl.clip_norm, rl.weight_decay, rl.b2, kind=c.optimizer,
+      schedule=c.schedule, total_steps=rl.steps)
 
 
-def make_tasks(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.World
-               ) -> tuple[list[types.Task], list[types.Task], float]:
-  """Train tasks, held-out tasks, and the share of the latter that a guesser gets right."""
-  t = config.tasks
-  have = [name for name in ("train", "heldout") if workdir.tasks(name).is_file()]
-  if len(have) == 1:
-    raise wiring.UserError(f"{workdir.tasks(have[0])} is alone: give both train.jsonl and "
-                           "heldout.jsonl, or neither to have them made")
-  if not have:
-    with users_error("config.tasks"), bar("tasks", t.train + t.heldout, "task") as made:
-      train, heldout = tasks_lib.make(
-          world, t.seed, t.train, t.heldout, t.mix.to_dict(), made.update)
-    with tempfile.TemporaryDirectory(dir=workdir.path) as fresh:  # both appear, or none
-      tasks_lib.save(train, pathlib.Path(fresh, "tasks", "train.jsonl"))
-      tasks_lib.save(heldout, pathlib.Path(fresh, "tasks", "heldout.jsonl"))
-      os.replace(pathlib.Path(fresh, "tasks"), workdir.tasks("train").parent)
-  train, heldout = workdir.load_tasks("train"), workdir.load_tasks("heldout")
-  for task in (*train, *heldout):
-    with users_error(f"task {task.id}"):
-      if not grade(task, task.answer):
-        raise ValueError(f"its own answer {task.answer!r} is graded wrong: check answer_type")
-  guessed = tasks_lib.guesser_share(train, heldout)
-  say(f"{len(train)} train and {len(heldout)} held-out tasks; "
-      f"a guesser without tools gets {guessed:.1%} of the latter right")
-  return train, heldout, guessed
-
-
-def make_start(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.World,
-               train: Sequence[types.Task]) -> None:
-  """Puts the starting policy into the workdir: the one that ships, or one made now."""
-  if (workdir.start / "config.json").is_file():
-    return say(f"the starting policy is there already: {workdir.start}")
-  source, s = pathlib.Path(config.start.dir), config.start
-  if s.rebuild:
-    source = workdir.path / "start-made"
-  if s.rebuild and not (source / "log.jsonl").is_file():  # written last
-    toolbox = wiring.build_toolbox(config, workdir)
-    start.build(
-        world, train, toolbox, source, system=config.agent.system, declare=config.agent.declare,
-        limits=wiring.limits(config), lines=config.tools.lines, demonstrations=s.demonstrations,
-        cfg=ModelConfig(vocab=s.vocab, width=s.width, layers=s.layers, heads=s.heads,
-                        kv_heads=s.heads, head_dim=s.head_dim, mlp=s.mlp, rope_theta=s.rope_theta,
-                        max_len=config.server.max_len),
-        steps=s.steps, trajectories_per_step=s.trajectories_per_step,
-        learning_rate=s.learning_rate, row_tokens=config.rl.row_tokens,
-        micro_rows=config.rl.micro_rows, seed=s.seed)
-  if not (source / "config.json").is_file():
-    raise wiring.UserError(
-        f"start.dir={s.dir} holds no starting policy: run from the repository's root, or make one "
-        "with --config.start.rebuild=True (about 20 minutes)")
-  shutil.rmtree(workdir.start, ignore_errors=True)  # what has lost its config is no policy
-  with tempfile.TemporaryDirectory(dir=workdir.path) as fresh:
-    shutil.copytree(source, pathlib.Path(fresh, "start"))
-    os.replace(pathlib.Path(fresh, "start"), workdir.start)
+def make_mesh(config: ConfigDict) -> Mesh | None:
+  """The mesh that config.learner names, or None for one device. Raises ValueError."""
+  if not config.learner.mesh:
+    return None
+  rl, mesh = config.rl, sharding.make_mesh(config.learner.mesh)
+  if rl.micro_rows % (across := sharding.size(mesh, sharding.RULES["rows"])):
+    raise ValueError(f"rl.micro_rows={rl.micro_rows} is not a multiple of the {across} parts that "
+                     f"the mesh {config.learner.mesh} cuts rows into")
+  sharding.zigzag(rl.row_tokens >> (rl.row_buckets - 1), mesh.shape["context"])
+  return mesh
 
 
 def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Checkpoints
                  ) -> tuple[Learner, int, dict[str, Any]]:
-  """The learner, its step and meta: the latest checkpoint's, or 0 for the starting policy."""
-  rl = config.rl
-  params, cfg = hf.load(workdir.start)
-  learner = Learner(
-      cfg, params, make_optimizer(rl.learning_rate, rl.warmup_steps, rl.clip_norm, rl.weight_decay,
-                                  rl.b2), micro_rows=rl.micro_rows)
+  """The learner, its step and meta: the latest checkpoint's, or 0 for the starting policy.
+
+  With adapters the policy that they are trained beside stays the starting one, and a checkpoint
+  holds them with the optimizer's state; its policy is the merged one, for server and evaluation.
+  """
+  with stages.users_error("config.learner"):
+    how, adapters, optimizer = learner_parts(config)
+    mesh = make_mesh(config)
+    params, cfg = hf.load(workdir.start)
+    learner = Learner(cfg, params, optimizer, micro_rows=config.rl.micro_rows, mesh=mesh, how=how,
+                      lora=adapters, seed=config.seed)
+  del params  # the learner has its own, and a large policy must not lie in memory twice
   latest = checkpoints.latest()
   if latest is None:
-    save(checkpoints, 0, learner)
+    checkpoints.save(0, *learner.state(), meta_of(learner))
     return learner, 0, {}
-  learner.params, learner.opt_state, meta = checkpoints.restore(
-      latest, learner.params, learner.opt_state)
+  like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+                      learner.state())
+  learner.params = learner.opt_state = None  # their memory is for what is restored
+  policy, optimizer_tree, meta = checkpoints.restore(latest, *like)
+  learner.load(policy, optimizer_tree)
   return learner, latest, meta
 
 
-def save(checkpoints: Checkpoints, step: int, learner: Learner,
-         metrics: dict[str, Any] | None = None) -> None:
-  """A checkpoint, with the step's metrics in case that the process dies before it writes them."""
-  checkpoints.save(step, learner.params, learner.opt_state,
-                   {"model": learner.cfg, "tokenizer": "../../start", "metrics": metrics})
+def meta_of(learner: Learner, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+  """A checkpoint's meta; the step's metrics in case that the process dies before writing them."""
+  return {"model": learner.cfg, "tokenizer": "../../start", "metrics": metrics}
 
 
 # -------------------------------------------------------------------- the run's own state
 
 # What may differ between two starts of one run: its length, and what changes no result.
+# A mesh and what follows it change the result by rounding alone: a run may move to other devices.
 _FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "server.",
-         "eval.concurrency:", "rollout.concurrency:")
+         "eval.concurrency:", "rollout.concurrency:", "learner.mesh:", "learner.remat:",
+         "learner.scan:", "learner.attention:", "learner.head_chunk:")
+
+# Keys that came later, and the values by which a run that was begun without them goes on.
+_LATER = {
+    "rl.row_buckets": 1, "learner.mesh": "", "learner.precision": "float32",
+    "learner.remat": "none", "learner.scan": False, "learner.attention": "auto",
+    "learner.head_chunk": 1024, "learner.optimizer": "adamw", "learner.schedule": "constant",
+    "learner.lora_rank": 0, "learner.lora_alpha": 32.0, "learner.lora_targets": ()}
 
 
 def check_config(config: ConfigDict) -> None:
   """Refuses values out of range before anything starts."""
   rl = config.rl
-  with users_error("config.rl"):
+  with stages.users_error("config.rl"):
     reward.step_rewards(types.StopReason.ANSWERED, True, 1, rl.gamma, rl.format_penalty)
     advantage.negative_sample_control([], rl.negatives_keep, np.random.default_rng(0))
     if min(rl.tasks_per_step, rl.group_size, rl.micro_rows) < 1:
@@ -331,15 +311,10 @@ def check_config(config: ConfigDict) -> None:
     if rl.keep_checkpoints < 2:
       raise ValueError("keep_checkpoints must be at least 2: the server may still need the last "
                        "policy while the next one is published")
-
-
-@contextlib.contextmanager
-def users_error(where: str) -> Iterator[None]:
-  """A ValueError inside is the user's to fix."""
-  try:
-    yield
-  except ValueError as e:
-    raise wiring.UserError(f"{where}: {e}") from e
+    batch_lib.pack_by_length([], rl.row_tokens, rl.micro_rows, rl.row_buckets)
+  with stages.users_error("config.learner"):
+    learner_parts(config)
+    sharding.parse(config.learner.mesh)
 
 
 def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
@@ -350,6 +325,9 @@ def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
   latest = Checkpoints(workdir.checkpoints).latest()
   if workdir.config.is_file():
     saved = workdir.load_config()
+    for key, value in _LATER.items():
+      section, _, name = key.partition(".")
+      saved.setdefault(section, ConfigDict()).setdefault(name, value)
     made = {"world": (workdir.world(saved) / "manifest.json").is_file(),
             "tasks": workdir.tasks("train").is_file(), "start": workdir.start.is_dir()}
     differences = [line for line in wiring.config_differences(saved, config)
@@ -368,60 +346,9 @@ def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
 
 def finished(workdir: wiring.Workdir, config: ConfigDict) -> bool:
   """Whether the last stage has left its summary for this many steps."""
-  summary = read_derived(workdir.summary)
+  summary = stages.read_derived(workdir.summary)
   return (workdir.report.is_file() and bool(summary)
           and summary["config"]["rl"]["steps"] == config.rl.steps)
-
-
-def read_derived(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON file that the run can make again: what is missing or damaged is empty."""
-  try:
-    return dict(json.loads(path.read_text()))
-  except (FileNotFoundError, ValueError, TypeError):
-    return {}
-
-
-class Clock:
-  """Minutes spent in each stage, added up over restarts and kept in a file."""
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self.minutes: dict[str, float] = read_derived(path)
-
-  @contextlib.contextmanager
-  def __call__(self, stage: str) -> Iterator[None]:
-    say(f"== {stage}")
-    watch = Stopwatch()
-    try:
-      yield
-    finally:
-      self.add(stage, watch())
-
-  def add(self, stage: str, seconds: float) -> None:
-    self.minutes[stage] = round(self.minutes.get(stage, 0.0) + seconds / 60, 4)
-    wiring.write_json(self._path, self.minutes)
-
-
-class Stopwatch:
-  """Seconds since it was made or last called."""
-
-  def __init__(self):
-    self._since = time.monotonic()
-
-  def __call__(self) -> float:
-    now = time.monotonic()
-    elapsed, self._since = now - self._since, now
-    return elapsed
-
-
-def bar(what: str, total: int | None, unit: str, done: int = 0) -> tqdm.tqdm:
-  """A progress bar on stderr; once half a minute where that is a file."""
-  return tqdm.tqdm(total=total, initial=done, desc=what, unit=unit, file=sys.stderr,
-                   mininterval=0.2 if sys.stderr.isatty() else 30.0)
-
-
-def say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -216,6 +216,10 @@ class Session:
     self.server.model, self.server.version = str(policy_dir), version  # if it dies from here on
     await self.policy.update_weights(str(policy_dir), version)
 
+  def moved(self, policy_dir: str | os.PathLike) -> None:
+    """The policy that is served lies here now: this is where a restarted server reads it."""
+    self.server.model = str(policy_dir)
+
   async def _run(self, work: Callable[[PolicyClient], Coroutine[Any, Any, T]]) -> T:
     worker, watch = asyncio.ensure_future(work(self.policy)), asyncio.ensure_future(self._watch())
     try:

@@ -46,11 +46,15 @@ def update(self, *args, real=Learner.update):
   real(self, *args)
   die()
 
-def save(self, step, *args, real=Checkpoints.save):
-  if step:  # step 0 is the starting policy
-    threading.Timer(0.02, die).start()
+def save(self, step, *args, real=Checkpoints.save_async):
+  threading.Timer(0.02, die).start()
   real(self, step, *args)
-  if step:
+  die()
+
+def wait(self, real=Checkpoints.wait):
+  begun = self._begun and self._begun[0]
+  real(self)
+  if begun:  # step 0 is the starting policy
     die()
 
 async def publish(self, *args):
@@ -61,7 +65,9 @@ if where == "rollout":
 elif where == "update":
   Learner.update = update
 elif where == "checkpoint":
-  Checkpoints.save = save
+  Checkpoints.save_async = save
+elif where == "whole checkpoint":
+  Checkpoints.wait = wait
 elif where == "publish":
   wiring.Session.publish = publish
 wiring.main_guard(train.main)
@@ -155,7 +161,7 @@ def test_more_steps_extend_a_finished_run(run):
 
 def test_kill_9_anywhere_loses_no_trajectory_and_trains_none_twice(tmp_path):
   workdir, seen = tmp_path / "run", {}
-  for where in ("rollout", "update", "checkpoint", "publish"):
+  for where in ("rollout", "update", "checkpoint", "publish", "whole checkpoint"):
     killed = train(workdir, *MICRO, code=where)
     assert killed.returncode == -signal.SIGKILL, (where, killed.stderr[-3000:])
     now = rows(workdir)
