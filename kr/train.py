@@ -25,6 +25,7 @@ import numpy as np
 import optax
 import tqdm
 
+from kr import plan
 from kr import stages
 from kr import types
 from kr import wiring
@@ -33,6 +34,7 @@ from kr.eval import report
 from kr.eval import runner
 from kr.eval import stats
 from kr.model import compiled
+from kr.model import cost
 from kr.model import hf
 from kr.model import sharding
 from kr.model.checkpoint import Checkpoints
@@ -53,7 +55,13 @@ ConfigDict = ml_collections.ConfigDict
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The experiment, such as configs/quickstart.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where everything of the run is kept.")
-flags.mark_flags_as_required(["config", "workdir"])
+_PLAN = flags.DEFINE_bool("plan", False, "Print what a step would need on the mesh, and end.")
+_MESH = flags.DEFINE_string("mesh", None, "Instead of config.learner.mesh: fsdp=64,tensor=4.")
+_CHIP = flags.DEFINE_enum("chip", "v5e", sorted(cost.CHIPS), "What the mesh of --plan is made of.")
+flags.mark_flag_as_required("config")
+flags.register_multi_flags_validator(
+    ["workdir", "plan"], lambda given: given["plan"] or given["workdir"] is not None,
+    "Flag --workdir must have a value other than None (only --plan does without).")
 
 
 def main(argv: list[str]) -> None:
@@ -61,8 +69,12 @@ def main(argv: list[str]) -> None:
     raise wiring.UserError(f"kr.train takes flags only, not {' '.join(argv[1:])!r}; see --help")
   logging.set_verbosity(logging.WARNING)
   config = _CONFIG.value
-  workdir = wiring.Workdir.create(_WORKDIR.value)
+  if _MESH.value is not None:
+    config.learner.mesh = _MESH.value
   check_config(config)
+  if _PLAN.value:
+    sys.exit(plan.main(config, learner_parts, _CHIP.value))
+  workdir = wiring.Workdir.create(_WORKDIR.value)
   with contextlib.ExitStack() as stack:
     buffer = stack.enter_context(ReplayBuffer(workdir.buffer))  # locked: one trainer a workdir
     adopt_config(workdir, config)
