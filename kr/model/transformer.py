@@ -126,7 +126,10 @@ def hidden(
   params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
   how: Execution = PLAIN,
 ) -> jax.Array:
-  """The residual stream after the final norm: tokens, positions [B,T] -> [B,T,D]."""
+  """The residual stream after the final norm: tokens, positions [B,T] -> [B,T,D].
+
+  Where layers are unrolled, params["layers"] may hold tuples instead of stacks.
+  """
   # The table is gathered over fsdp first: rows are split over that axis too.
   table = sharding.constrain(params["embed"], "vocab", None)
   x = sharding.constrain(table[tokens], "rows", "tokens", None)
@@ -143,7 +146,7 @@ def hidden(
            if start in layers_of(cfg, name)}
       x, _ = jax.lax.scan(lambda x, p: (step(start, x, p), None), x, p)
   else:
-    single = {name: dict(zip(layers_of(cfg, name), ops.unstack(a)))
+    single = {name: dict(zip(layers_of(cfg, name), a if isinstance(a, tuple) else ops.unstack(a)))
               for name, a in params["layers"].items()}
     for layer in range(cfg.layers):
       x = step(layer, x, {name: a[layer] for name, a in single.items() if layer in a})
@@ -195,7 +198,7 @@ def forward(
 
   Where the mesh has a context axis, the rows' tokens must stand in the order of `order`.
   """
-  where = attention.Where(jnp.asarray(order(tokens.shape[1])), segment_ids)
+  where = attention.Where(order(tokens.shape[1]), segment_ids)
   attend = lambda layer, q, k, v: attention.attend(
     q, k, v, where, window=cfg.window_of(layer), kind=how.attention)
   return hidden(params, cfg, tokens, positions, attend, how)
