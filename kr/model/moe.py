@@ -120,10 +120,10 @@ def _visit_on_mesh(mesh, cfg: ModelConfig, x, weights, experts, stacks, how: Exe
       x, weights, experts = (jax.lax.all_gather(a, "expert", axis=0, tiled=True)
                              for a in (x, weights, experts))
     gate, up, down = (_whole(w, s, "fsdp") for w, s in zip((gate, up, down), specs))
-    split = specs[0][0] is not None
+    split = "expert" in tuple(specs[0])
     first = jax.lax.axis_index("expert") * gate.shape[0] if split else 0
     y = _visit(x, weights, experts, gate, up, down, first, how)
-    if specs[0][2] is not None:
+    if "tensor" in tuple(specs[0]):
       y = jax.lax.psum(y, "tensor")
     if split and spread:
       return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)

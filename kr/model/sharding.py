@@ -107,13 +107,16 @@ def spec(mesh: Any, axes: tuple[str | None, ...], shape: tuple[int, ...] | None 
   """The PartitionSpec of an array whose dimensions are named `axes`.
 
   With `shape`, a dimension that its mesh axes do not divide stays whole: grouped heads are
-  often fewer than the tensor axis is long.
+  often fewer than the tensor axis is long. Dimensions behind the last one that is split are not
+  named: that is how JAX names the layout of a result, and two names would compile twice.
   """
   out = []
   for i, name in enumerate(axes):
     axis = RULES[name]
     whole = shape is not None and shape[i] % size(mesh, axis)
     out.append(None if whole or size(mesh, axis) == 1 else axis)
+  while out and out[-1] is None:
+    out.pop()
   return P(*out)
 
 
@@ -157,10 +160,13 @@ def _names(path: tuple) -> tuple[str, ...]:
 def shard(mesh: Mesh, tree: Any, declared: Any) -> Any:
   """Puts a tree of host arrays onto a mesh as `kr.model.transformer.declare` says.
 
-  Each process hands its devices their pieces; every process must hold the same arrays.
+  Each process hands its devices their pieces; every process must hold the same arrays. What
+  lies there already is taken as it is, not copied.
   """
   def one(x: Any, p: Any) -> jax.Array:
     sharding = NamedSharding(mesh, spec(mesh, p.axes, p.shape))
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+      return x
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
