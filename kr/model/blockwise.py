@@ -57,6 +57,7 @@ def _attend(q, k, v, queries, keys, window, sizes):
   return _forward(q, k, v, queries, keys, window, sizes)[0]
 
 
+@functools.partial(jax.jit, static_argnums=(5, 6))  # traced once for all layers
 def _forward(q, k, v, queries, keys, window, sizes):
   (B, T), K, V = q.shape[:2], k.shape[2], v.shape[-1]
   at, of = _blocks(*queries, sizes[0]), _blocks(*keys, sizes[1])
@@ -86,6 +87,7 @@ def _forward(q, k, v, queries, keys, window, sizes):
   return out, (q, k, v, queries, keys, out, log_sum)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(window, sizes, saved, g):
   q, k, v, queries, keys, out, log_sum = saved
   (B, T), (S, K) = q.shape[:2], k.shape[1:3]
