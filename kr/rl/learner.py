@@ -24,7 +24,6 @@ from kr.model.lora import Lora
 from kr.model.transformer import Params
 from kr.rl import loss as loss_lib
 from kr.rl.batch import Batch
-from kr.rl.optim import make_optimizer  # noqa: F401
 
 
 def micro_batches(batch: Batch, rows: int, version: int | None = None,

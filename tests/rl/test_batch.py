@@ -110,6 +110,45 @@ def test_broken_trajectories_raise(broken, message):
     batch.pack([(t, [1.0], True)], row_tokens=4)
 
 
+def of_lengths(*lengths):
+  """Items of one segment each, n times the id n."""
+  return [(trajectory(str(n), [("c", [n]), ("s", [n] * (n - 1))]), [1.0], True) for n in lengths]
+
+
+def test_each_segment_opens_the_narrowest_row_that_holds_it():
+  # Widths 16, 8, 4. 9 opens a wide row, and 7 fills it; 6 a half one, and 2 fills it; 3 and 3
+  # one of a quarter each, of which four are as much as a wide row.
+  got = batch.pack_by_length(of_lengths(3, 9, 6, 2, 7, 3), 16, 1, buckets=3)
+  assert [(b.tokens.shape, b.split) for b in got] == [((1, 16), 1), ((2, 8), 2), ((4, 4), 4)]
+  np.testing.assert_array_equal(got[0].tokens, [[9] * 9 + [7] * 7])
+  np.testing.assert_array_equal(got[1].tokens, [[6] * 6 + [2] * 2, [0] * 8])
+  np.testing.assert_array_equal(got[2].tokens[:2], [[3] * 3 + [0]] * 2)
+  assert not got[2].tokens[2:].any()
+  np.testing.assert_allclose(sum(b.weights.sum() for b in got), (8 + 6 + 5 + 1 + 2 + 2) / 6)
+  assert batch.padding_share(got) == pytest.approx(1 - 30 / 48)
+
+
+def test_short_segments_beside_a_long_one_are_not_all_padding():
+  items = of_lengths(64, *[5] * 30)
+  wide, (long, short) = batch.pack(items, 64, 4), batch.pack_by_length(items, 64, 4, buckets=4)[:2]
+  assert wide.tokens.shape == (4, 64) and long.tokens.shape == (4, 64)
+  assert short.tokens.shape == (32, 8) and short.split == 8
+  assert (short.segment_ids > 0).any(1).sum() == 30
+
+
+def test_one_width_is_the_plain_packing():
+  items = of_lengths(3, 9, 6, 2)
+  (got,) = batch.pack_by_length(items, 12, 2, buckets=1)
+  for name, column in batch.pack(items, 12, 2).arrays().items():
+    np.testing.assert_array_equal(column, got.arrays()[name])
+  assert batch.pack_by_length([], 8, 2, buckets=3)[0].tokens.shape == (2, 8)
+
+
+def test_widths_that_are_no_whole_numbers_are_refused():
+  with pytest.raises(ValueError, match="row_buckets=3 .* a multiple of 4"):
+    batch.pack_by_length([], 10, 1, buckets=3)
+
+
 def test_demonstrations_have_advantage_one_everywhere():
   items = [trajectory(str(i), [("c", [1]), ("s", [2]), ("c", [3]), ("s", [4, 5])])
            for i in range(2)]

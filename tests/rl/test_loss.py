@@ -10,7 +10,8 @@ from kr.model import transformer
 from kr.model.config import ModelConfig
 from kr.rl import batch as batch_lib
 from kr.rl import loss
-from kr.rl.learner import Learner, make_optimizer, micro_batches
+from kr.rl.learner import Learner, micro_batches
+from kr.rl.optim import make_optimizer
 
 CFG = ModelConfig(vocab=11, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, mlp=16, max_len=64)
 PARAMS = transformer.init(CFG, seed=1)
