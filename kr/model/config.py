@@ -12,7 +12,8 @@ import dataclasses
 class RopeScaling:
   """How rotary frequencies are stretched beyond the trained length; see `kr.model.rope`.
 
-  kind: linear, llama3 or yarn. `scale`: what cosine and sine are multiplied by (yarn).
+  kind: linear, llama3 or yarn. `scale`: what cosine and sine are multiplied by (yarn);
+  mscale, mscale_all_dim: what DeepSeek's config.json says of it, so that export says it too.
   """
 
   kind: str
@@ -24,6 +25,8 @@ class RopeScaling:
   beta_slow: float = 1.0  # yarn
   truncate: bool = True  # yarn
   scale: float = 1.0  # yarn
+  mscale: float = 0.0  # yarn
+  mscale_all_dim: float = 0.0  # yarn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,6 @@ def convert(source: str | os.PathLike[str], out_dir: str | os.PathLike[str],
     files = _tokenizer(fields)
   except KeyError as e:
     raise hf.HfError(f"{source} lacks {e.args[0]!r}") from e
-  config["dtype"] = dtype
   heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
   tensors = {}
   for t in reader.tensors:
@@ -136,8 +134,8 @@ def _config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
   }
 
 
-def _tokenizer(fields: dict[str, Any]) -> dict[str, str]:
-  """tokenizer.json, tokenizer_config.json and generation_config.json, as text."""
+def _tokenizer(fields: dict[str, Any]) -> dict[str, bytes]:
+  """tokenizer.json, tokenizer_config.json and generation_config.json."""
   if (kind := fields["tokenizer.ggml.model"]) != "gpt2":
     raise hf.HfError(f"GGUF tokenizer {kind!r} is not supported; supported: 'gpt2'")
   if (cut := fields.get("tokenizer.ggml.pre", "gpt-2")) not in _CUTS:
@@ -178,6 +176,9 @@ def _tokenizer(fields: dict[str, Any]) -> dict[str, str]:
   if "tokenizer.chat_template" in fields:
     settings["chat_template"] = fields["tokenizer.chat_template"]
   generation = {f"{name}_token_id": i for name, i in ids.items() if name != "unk"}
-  return {"tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),
-          "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2) + "\n",
-          "generation_config.json": json.dumps(generation, indent=2) + "\n"}
+  return {"tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
+          "tokenizer_config.json": _text(settings), "generation_config.json": _text(generation)}
+
+
+def _text(data: dict[str, Any]) -> bytes:
+  return (json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode()

@@ -17,8 +17,8 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 MAX_SHARD_BYTES = 5 * 10**9  # what Hugging Face's own files keep to
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
-_FLOATS = {"F32", "F16", "BF16"}  # each of them is exact in float32
-_WINDOW_BYTES = 64 * 2**20  # of a mapped file that may be in memory at a time
+# Each of them is exact in float32.
+_FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": DTYPES["bfloat16"]}
 
 
 class HfError(ValueError):
@@ -83,3 +83,65 @@ def _write_file(path: pathlib.Path, specs: list[Spec], tensor: Callable[[str], n
     f.flush()
     os.fsync(f.fileno())
   return offset
+
+
+# -------------------------------------------------------------------- reading
+
+
+class Reader:
+  """The tensors of a directory. Their bytes are read when asked for, and not kept.
+
+  Raises HfError for missing or damaged files.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str]):
+    self._where: dict[str, tuple[pathlib.Path, int, str, tuple[int, ...]]] = {}
+    try:
+      for path in _files(pathlib.Path(directory)):
+        self._add(path)
+    except FileNotFoundError as e:
+      raise HfError(f"{directory} has no weights as safetensors: {e}") from e
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, struct.error) as e:
+      raise e if isinstance(e, HfError) else HfError(
+          f"the weights in {directory} are damaged: {e}") from e
+
+  def _add(self, path: pathlib.Path) -> None:
+    with safetensors.safe_open(path, "np"):  # checks the header, and that all bytes are there
+      pass
+    with open(path, "rb") as f:
+      size, = struct.unpack("<Q", f.read(8))
+      header = json.loads(f.read(size))
+    header.pop("__metadata__", None)
+    for name, t in header.items():
+      if name in self._where:
+        raise HfError(f"tensor {name} is in {self._where[name][0].name} and in {path.name}")
+      self._where[name] = path, 8 + size + t["data_offsets"][0], t["dtype"], tuple(t["shape"])
+
+  def names(self) -> set[str]:
+    """The names of all tensors."""
+    return set(self._where)
+
+  def check(self, name: str, shape: tuple[int, ...]) -> None:
+    """Refuses, by name, a tensor that is missing, of another shape, or no float."""
+    if name not in self._where:
+      raise HfError(f"tensor {name} is missing")
+    path, _, kind, found = self._where[name]
+    if kind not in _FLOATS:
+      raise HfError(f"{path}: {name} is of type {kind}; supported: {', '.join(sorted(_FLOATS))}")
+    if found != shape:
+      raise HfError(f"tensor {name} has shape {list(found)}, config.json means {list(shape)}")
+
+  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A piece of a tensor, as it is stored: a view of the file, mapped for as long as it lives."""
+    path, offset, kind, shape = self._where[name]
+    return np.memmap(path, _FLOATS[kind], "r", offset, shape)[index]
+
+
+def _files(directory: pathlib.Path) -> list[pathlib.Path]:
+  """The safetensors files: one, or the shards that the index lists."""
+  if not (directory / INDEX).is_file():
+    return [directory / "model.safetensors"]
+  names = json.loads((directory / INDEX).read_text())["weight_map"].values()
+  if other := [n for n in names if pathlib.PurePath(n).name != n]:
+    raise HfError(f"{directory / INDEX} names {other[0]!r}, which is not a file beside it")
+  return [directory / name for name in sorted(set(names))]
