@@ -8,6 +8,9 @@ import re
 import ml_collections
 import pytest
 
+from kr import train
+from kr import wiring
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py") if p.name != "__init__.py")
 
@@ -63,3 +66,55 @@ class TestConfig:
     assert f"--config=configs/{path.name}" in doc
     for word in ("command", "hardware", "time", "score"):
       assert re.search(rf"\b{word}", doc, re.IGNORECASE), f"no {word} in the docstring"
+
+
+@pytest.fixture
+def config():
+  return load(ROOT / "configs" / "quickstart.py").get_config("tiny")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"learner.mesh": "fdsp=2"}, "config.learner: .*'fdsp' is none of data, fsdp"),
+    ({"learner.mesh": "fsdp=two"}, "whole number"),
+    ({"learner.precision": "float16"}, "config.learner: precision='float16' is none of float32"),
+    ({"learner.remat": "full"}, "remat='full' is none of none, dots"),
+    ({"learner.attention": "quick"}, "attention"),
+    ({"learner.head_chunk": 0}, "head_chunk"),
+    ({"learner.optimizer": "adam"}, "'adam' is neither adamw nor muon"),
+    ({"learner.schedule": "step"}, "'step' is none of constant"),
+    ({"learner.schedule": "cosine"}, "more steps in total"),  # 3, and a warm-up of 5
+    ({"learner.lora_rank": -1}, "lora_rank=-1"),
+    ({"learner.lora_rank": 4, "learner.lora_alpha": 0.0}, "lora_alpha=0.0"),
+    ({"rl.row_buckets": 12}, "config.rl: row_buckets=12"),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_a_learner_that_cannot_be_is_refused_before_anything_starts(config, change, words):
+  config.update_from_flattened_dict(change)
+  with pytest.raises(wiring.UserError, match=words):
+    train.check_config(config)
+
+
+def test_a_run_that_began_before_there_were_learner_options_goes_on_as_it_was(config, tmp_path):
+  workdir = wiring.Workdir.create(tmp_path / "run")
+  old = ml_collections.ConfigDict(wiring.plain(config))
+  del old.learner, old.rl.row_buckets
+  workdir.save_config(old)
+  (workdir.checkpoints / "1").mkdir(parents=True)  # so that every key binds
+  train.adopt_config(workdir, config)
+  assert workdir.load_config().learner.precision == "float32"
+
+  workdir.save_config(old)
+  config.learner.lora_rank = 8
+  with pytest.raises(wiring.UserError, match="learner.lora_rank: 0 → 8"):
+    train.adopt_config(workdir, config)
+
+
+def test_a_run_may_move_to_other_devices_but_not_to_another_optimizer(config, tmp_path):
+  workdir = wiring.Workdir.create(tmp_path / "run")
+  (workdir.checkpoints / "1").mkdir(parents=True)
+  train.adopt_config(workdir, config)
+  config.learner.update(mesh="fsdp=8", remat="block", scan=True)
+  train.adopt_config(workdir, config)
+  assert workdir.load_config().learner.mesh == "fsdp=8"
+  config.learner.optimizer = "muon"
+  with pytest.raises(wiring.UserError, match="learner.optimizer: 'adamw' → 'muon'"):
+    train.adopt_config(workdir, config)
