@@ -33,6 +33,7 @@ from kr.data.grade import grade
 from kr.eval import report
 from kr.eval import runner
 from kr.eval import stats
+from kr.model import attention
 from kr.model import compiled
 from kr.model import cost
 from kr.model import hf
@@ -241,6 +242,9 @@ def learner_parts(config: ConfigDict
                   ) -> tuple[Execution, Lora | None, optax.GradientTransformation]:
   """How the model is run, the adapters if any, and the optimizer. Raises ValueError."""
   c, rl = config.learner, config.rl
+  if c.attention not in attention.KINDS or c.head_chunk < 1:
+    raise ValueError(f"attention={c.attention!r} must be one of {', '.join(attention.KINDS)}, and "
+                     f"head_chunk={c.head_chunk} at least 1")
   how = Execution(precision=c.precision, remat=c.remat, scan=c.scan, attention=c.attention,
                   head_chunk=c.head_chunk)
   adapters = Lora(c.lora_rank, c.lora_alpha, tuple(c.lora_targets)) if c.lora_rank else None
@@ -271,7 +275,7 @@ def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Check
   with stages.users_error("config.learner"):
     how, adapters, optimizer = learner_parts(config)
     mesh = make_mesh(config)
-    params, cfg = hf.load(workdir.start)
+    params, cfg = hf.load(workdir.start, mesh)
     learner = Learner(cfg, params, optimizer, micro_rows=config.rl.micro_rows, mesh=mesh, how=how,
                       lora=adapters, seed=config.seed)
   del params  # the learner has its own, and a large policy must not lie in memory twice
@@ -339,7 +343,7 @@ def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:
     saved = workdir.load_config()
     for key, value in _LATER.items():
       section, _, name = key.partition(".")
-      saved.setdefault(section, ConfigDict()).setdefault(name, value)
+      saved[section] = {name: value, **saved.get(section, {})}
     made = {"world": (workdir.world(saved) / "manifest.json").is_file(),
             "tasks": workdir.tasks("train").is_file(), "start": workdir.start.is_dir()}
     differences = [line for line in wiring.config_differences(saved, config)

@@ -165,8 +165,8 @@ def shard(mesh: Mesh, tree: Any, declared: Any) -> Any:
   """
   def one(x: Any, p: Any) -> jax.Array:
     sharding = NamedSharding(mesh, spec(mesh, p.axes, p.shape))
-    if isinstance(x, jax.Array) and x.sharding == sharding:
-      return x
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+      return jax.device_put(x, sharding)  # which may name the same layout in other words
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
