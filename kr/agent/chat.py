@@ -3,6 +3,10 @@
 Token in, token out: a prompt is encoded once, sampled ids are kept as they are, an observation
 is encoded once and appended. Text from outside (question, tool results, declarations) is
 encoded so that it can never become a special token.
+
+A chat has one of two forms. Where the tokenizer has <think>, <tool_call> and their ends as tokens,
+its template writes turns with them. Where it has none of them the form is plain: a turn is text,
+calls are spelled out in it between the same tags, and results are the user's next message.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from kr.agent import parse as parsing
 from kr.agent.parse import Action, Piece
 from kr.agent.template import COMPACT_TEMPLATE, Template
 from kr.tools.base import ToolSpec
-from kr.types import ToolCall, ToolResult
+from kr.types import ToolCall, ToolResult, Trajectory
 
 __all__ = ["COMPACT_TEMPLATE", "Action", "Chat", "signatures"]
 
@@ -31,13 +35,15 @@ def signatures(specs: Sequence[ToolSpec]) -> str:
 class Chat:
   """One tokenizer with its chat template, one set of tools, one system prompt.
 
-  `declare`: "json" hands the tools' schemas to the template; "brief" appends one line of
-  signatures to the system prompt. `stop_ids` end a turn; `vocab_size` bounds the ids.
+  `declare`: "json" hands the tools' schemas to the template (in the plain form they end the system
+  prompt); "brief" appends one line of signatures to the system prompt. `examples`: answered
+  trajectories that every first prompt shows before the question. `stop_ids` end a turn;
+  `vocab_size` bounds the ids.
   """
 
   def __init__(self, tokenizer_dir: str | pathlib.Path, specs: Sequence[ToolSpec], system: str,
-               declare: str = "json", max_calls: int = 4):
-    """Raises ValueError when the tokenizer lacks kr's special tokens or a fitting template."""
+               declare: str = "json", max_calls: int = 4, examples: Sequence[Trajectory] = ()):
+    """Raises ValueError when the tokenizer has half of kr's tags or no fitting template."""
     if declare not in ("brief", "json"):
       raise ValueError(f'declare must be "brief" or "json", not {declare!r}')
     path = pathlib.Path(tokenizer_dir) / "tokenizer.json"
@@ -50,35 +56,39 @@ class Chat:
     self._specs = {spec.name: spec for spec in specs}
     self._max_calls = max_calls
     self._names = {i: s for s, i in self._special.items()}
-    for spelling in parsing.STRUCTURE:
-      if spelling not in self._special:
-        raise ValueError(f"{spelling} is not a token of the tokenizer in {tokenizer_dir}; kr needs "
-                         f"{' '.join(parsing.STRUCTURE)} as single tokens")
+    have = [s for s in parsing.STRUCTURE if s in self._special]
+    self._plain = not have
+    if missing := [s for s in parsing.STRUCTURE if s not in have and have]:
+      raise ValueError(f"{missing[0]} is not a token of the tokenizer in {tokenizer_dir}; kr needs "
+                       f"{' '.join(parsing.STRUCTURE)} as single tokens, or none of them")
     # Stand-ins keep spellings in foreign text apart from the template's own special tokens.
     self._stand_ins = {s: f"\ue000kr{i}\ue001" for s, i in self._special.items()}
     self._spellings = _alternatives(self._special)
     self._cuts = _alternatives([*self._special, *self._stand_ins.values()])
     self._template = Template.load(tokenizer_dir)
-    self._marks = self._template.delimiters(list(self._special))
+    self._marks = self._template.delimiters(list(self._special), tools=not self._plain)
     self._opened = "<think>" in self._marks.prefix
     eos = self._special.get(self._template.eos) if self._template.eos else None
     end = self._special[self._marks.turn_end]
     self.stop_ids: list[int] = [end] if eos in (None, end) else [end, eos]
     self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    if declare == "brief":
-      system = f"{system} {signatures(specs)}" if specs else system
-    self._system = system
     self._tools = None if declare == "brief" or not specs else [
         {"type": "function", "function": {
             "name": s.name, "description": s.description, "parameters": s.parameters}}
         for s in specs]
+    if declare == "brief":
+      system = f"{system} {signatures(specs)}" if specs else system
+    elif self._plain and specs:  # whose template would pass over the tools
+      system = "\n".join([system, *(json.dumps(t, ensure_ascii=False) for t in self._tools)])
+      self._tools = None
+    self._system = system
+    self._examples = [m for example in examples for m in self._messages(example)]
     self._check()
 
   def prompt(self, question: str) -> list[int]:
-    """System prompt, declared tools, question and the start of the assistant's turn."""
+    """System prompt, declared tools, examples, question and the start of the assistant's turn."""
     return self.markup(self._template.render(
-        [{"role": "system", "content": self._guard(self._system)},
-         {"role": "user", "content": self._guard(question)}], self._guard(self._tools)))
+        self._guard(self._opening(question)), self._guard(self._tools)))
 
   def observation(self, results: Sequence[ToolResult]) -> list[int]:
     """All that stands between a sampled stop token and the next sampled token."""
@@ -89,6 +99,8 @@ class Chat:
   def turn(self, think: str, calls: Sequence[ToolCall] = (), answer: str = "") -> list[int]:
     """A well-formed assistant's turn with its stop token, as the template writes it."""
     marks = self._marks
+    if self._plain:
+      return self.markup(self._guard(self._said(think, calls, answer)) + marks.turn_end)
     if calls:
       body = marks.think_close + marks.call_between.join(
           self.call_markup(json.dumps({"name": c.name, "arguments": c.arguments},
@@ -100,6 +112,9 @@ class Chat:
   def call_markup(self, body: str) -> str:
     """The markup of a call with any body, for demonstrations (also malformed ones)."""
     before, after = self._marks.call_pad
+    if self._plain:  # A tag inside the call would end it; JSON can spell it otherwise.
+      for tag in parsing.STRUCTURE:
+        body = body.replace(tag, "\\u003c" + tag[1:])
     return f"<tool_call>{before}{self._guard(body)}{after}</tool_call>"
 
   def markup(self, text: str) -> list[int]:
@@ -131,9 +146,12 @@ class Chat:
   def parse(self, ids: Sequence[int]) -> Action:
     """Reads a sampled turn, stop token included; strict (see parse.py)."""
     complete = bool(ids) and ids[-1] in self.stop_ids
-    action = parsing.read_turn(
-        self._pieces(ids[:-1] if complete else ids), self._specs, self._max_calls,
-        self._opened, list(self._special))
+    pieces = self._pieces(ids[:-1] if complete else ids)
+    if self._plain:
+      action = parsing.read_plain_turn(pieces, self._specs, self._max_calls, list(self._special))
+    else:
+      action = parsing.read_turn(
+          pieces, self._specs, self._max_calls, self._opened, list(self._special))
     if not complete:
       action = Action(action.think, fault="truncated", detail="the turn has no stop token")
     return action
@@ -146,11 +164,46 @@ class Chat:
         run.append(i)
         continue
       if run:
-        pieces.append(Piece(self.decode(run)))
+        pieces += self._split(self.decode(run))
         run = []
       if i is not None:  # Ids past the tokenizer's vocabulary (padded embeddings) spell nothing.
         pieces.append(Piece(self._names.get(i, f"token {i}"), special=True))
     return pieces
+
+  def _split(self, text: str) -> list[Piece]:
+    """Ordinary text; in the plain form the tags of calls in it count as such."""
+    tags = (parsing.CALL, parsing.END_CALL) if self._plain else ()
+    parts = _alternatives(tags).split(text) if tags else [text]
+    return [Piece(part, special=part in tags) for part in parts if part]
+
+  def _opening(self, question: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": self._system}, *self._examples,
+            {"role": "user", "content": question}]
+
+  def _messages(self, example: Trajectory) -> list[dict[str, Any]]:
+    """A trajectory as the template's messages."""
+    out: list[dict[str, Any]] = [{"role": "user", "content": example.task.question}]
+    for turn in example.turns:
+      if self._plain:
+        said = self._said(turn.think, turn.calls, turn.answer or "")
+        out.append({"role": "assistant", "content": said})
+        if turn.results:
+          out.append({"role": "user", "content": "\n".join(r.text for r in turn.results)})
+        continue
+      out.append({"role": "assistant", "content": turn.answer or "",
+                  "reasoning_content": turn.think, "tool_calls": [
+                      {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                      for c in turn.calls]})
+      out += [{"role": "tool", "name": c.name, "content": r.text}
+              for c, r in zip(turn.calls, turn.results)]
+    return out
+
+  def _said(self, think: str, calls: Sequence[ToolCall], answer: str) -> str:
+    """A turn in the plain form, which has no place for thinking before an answer."""
+    if not calls:
+      return answer
+    return "\n".join([think] * bool(think) + [self.call_markup(json.dumps(
+        {"name": c.name, "arguments": c.arguments}, ensure_ascii=False)) for c in calls])
 
   def _guard(self, value: Any) -> Any:
     """`value` (text, or JSON of it) with stand-ins for spellings of special tokens."""
@@ -168,11 +221,11 @@ class Chat:
         if any(i in self._names for i in self.encode(text)):
           raise ValueError(f"this tokenizer makes a special token of the plain text {spelling!r}: "
                            "a page could forge the conversation's structure")
-    if self._guard([self._system, self._tools]) != [self._system, self._tools]:
-      return  # Spells special tokens: here the tokenizer's own encoding is the unsafe one.
     question = "What is 2 + 3?"
-    text = self._template.render([{"role": "system", "content": self._system},
-                                  {"role": "user", "content": question}], self._tools)
+    opening = self._opening(question)
+    if self._guard([opening, self._tools]) != [opening, self._tools]:
+      return  # Spells special tokens: here the tokenizer's own encoding is the unsafe one.
+    text = self._template.render(opening, self._tools)
     own = self._tokenizer.encode(text, add_special_tokens=False).ids
     if own != self.prompt(question):
       raise ValueError("the first prompt differs from the tokenizer's own encoding of its chat "

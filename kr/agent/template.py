@@ -120,9 +120,14 @@ class Template:
       raise ValueError(f"the tokenizer's chat template cannot render a tool conversation: {e}"
                        ) from e
 
-  def delimiters(self, special: Sequence[str]) -> Delimiters:
-    """Cuts the delimiters out of two renderings. Raises ValueError if they cannot be found."""
-    return _Derivation(self, special).delimiters()
+  def delimiters(self, special: Sequence[str], tools: bool = True) -> Delimiters:
+    """Cuts the delimiters out of a few renderings. Raises ValueError if they cannot be found.
+
+    tools: the template writes thinking, calls and results itself. Otherwise a turn is any text,
+    calls are spelled out in it, and results come as the user's next message.
+    """
+    derivation = _Derivation(self, special)
+    return derivation.delimiters() if tools else derivation.plain()
 
 
 class _Derivation:
@@ -166,6 +171,25 @@ class _Derivation:
     return Delimiters(prefix, think_open, m[1], answer_open, (m[2], m[4]), m[5], turn_end,
                       (observe_open, observe_between, observe_close))
 
+  def plain(self) -> Delimiters:
+    base = self._template.render(self._opening, generate=False)
+    prefix = _after(self._template.render(self._opening), base, "the generation prompt")
+    turn = [{"role": "assistant", "content": "kranswerq"}]
+    results = [{"role": "user", "content": "krresultaq"}]
+    text = _after(self._template.render(self._opening + turn, generate=False), base, "a turn")
+    head, text = _cut(text, "kranswerq")
+    if head != prefix:
+      raise ValueError("the tokenizer's chat template does not open the assistant's turn in the "
+                       "history as it does for the next one")
+    turn_end, _ = self._turn_end(text)
+    text = _after(self._render(turn + results), base + prefix + "kranswerq" + turn_end, "a result")
+    observe_open, observe_close = _cut(text, "krresultaq")
+    if not observe_close.endswith(prefix):
+      raise ValueError("the tokenizer's chat template does not open the assistant's turn after "
+                       "the user's second message as it does after the first")
+    return Delimiters(prefix, "", "", "", ("", ""), "", turn_end,
+                      (observe_open, "\n", observe_close))
+
   def _render(self, messages: list[dict[str, Any]]) -> str:
     return self._template.render(self._opening + messages)
 
@@ -173,7 +197,7 @@ class _Derivation:
     m = self._special.match(text)
     if not m:
       raise ValueError("the tokenizer's chat template does not end the assistant's turn with a "
-                       "special token right after its last tool call")
+                       "special token right after its last word")
     return m[0], text[m.end():]
 
   def _check_single(self, turn: list[dict], tools: list[dict], base: str, opening: str,

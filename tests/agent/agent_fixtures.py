@@ -51,6 +51,17 @@ QWEN_STYLE = r"""
 """.strip()
 
 
+# The format of SmolLM2's template: no tools, no thinking, and a system prompt unless one is given.
+PLAIN_STYLE = r"""
+{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nI am small.<|im_end|>\n' }}{%- endif %}
+{%- for m in messages %}
+  {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+""".strip()
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
 def object_schema(required, **properties):
   return {"type": "object", "properties": properties, "required": required,
           "additionalProperties": False}
@@ -64,7 +75,8 @@ SPECS = [
 ]
 
 
-def write_tokenizer(path: pathlib.Path, template: str, *, jinja_file=False) -> pathlib.Path:
+def write_tokenizer(path: pathlib.Path, template: str, *, jinja_file=False, tags=TAGS,
+                    pad="<|endoftext|>") -> pathlib.Path:
   """A tokenizer with Qwen3's conventions: tags are added tokens but not special ones."""
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -76,13 +88,11 @@ def write_tokenizer(path: pathlib.Path, template: str, *, jinja_file=False) -> p
       vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
   tokenizer.add_special_tokens(
       [AddedToken(t, normalized=False) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-  tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in (
-      "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
-      "</think>")])
+  tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in tags])
   path.mkdir(exist_ok=True)
   tokenizer.save(str(path / "tokenizer.json"))
   config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False}
+            "pad_token": pad, "clean_up_tokenization_spaces": False}
   if jinja_file:
     (path / "chat_template.jinja").write_text(template)
   else:
