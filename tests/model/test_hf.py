@@ -4,16 +4,20 @@ Every family against transformers: test_families.py.
 """
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 
-from kr.model import hf, transformer
-from kr.model.config import ModelConfig
+from kr.model import hf, sharding, transformer
+from kr.model.config import MlaConfig, ModelConfig, MoeConfig
 
 CFG = ModelConfig(vocab=97, width=32, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=40,
                   rope_theta=5e4, norm_eps=1e-5, tied=True, max_len=64)
@@ -161,3 +165,87 @@ def test_transformers_finds_the_tokenizer_of_an_export(tokenizer_dir, tmp_path):
   hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
   ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
   assert (ids.eos_token_id, ids.pad_token_id) == (4, 3)
+
+
+@pytest.mark.slow
+def test_a_model_is_in_host_memory_once_at_a_time(tokenizer_dir, tmp_path):
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "small")
+  script = pathlib.Path(__file__).parent / "memory_script.py"
+
+  def run(what):
+    return subprocess.run([sys.executable, script, what, tmp_path], cwd=script.parents[2],
+                          check=True, capture_output=True, text=True, timeout=300).stdout
+
+  run("make")
+  found = json.loads(run("measure").splitlines()[-1])
+  assert found["model_bytes"] > 200e6
+  assert 0.9 < found["import"] <= 1.3
+  assert found["import_and_export"] <= 1.3
+
+
+def test_export_splits_large_models_into_shards_with_an_index(tokenizer_dir, tmp_path):
+  params, out = random_params(UNTIED), tmp_path / "out"
+  hf.export(params, UNTIED, tokenizer_dir, out, max_shard_bytes=20_000)
+  files = sorted(p.name for p in out.glob("*.safetensors"))
+  assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+  assert max((out / f).stat().st_size for f in files) < 20_000 + 4096  # and a header
+  index = json.loads((out / "model.safetensors.index.json").read_text())
+  for name in files:
+    with safetensors.safe_open(out / name, "np") as f:
+      assert f.metadata() == {"format": "pt"}
+      assert all(index["weight_map"][k] == name for k in f.keys())
+  same_bits(hf.load(out)[0], params)
+
+
+def test_bfloat16_goes_in_and_out_bit_for_bit(tokenizer_dir, tmp_path):
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "a", "bfloat16")
+  hf.export(*hf.load(tmp_path / "a"), tokenizer_dir, tmp_path / "b", "bfloat16")
+  a, b = ((tmp_path / d / "model.safetensors").read_bytes() for d in "ab")
+  assert a == b
+  kept = safetensors.numpy.load_file(tmp_path / "a" / "model.safetensors")["model.norm.weight"]
+  want = np.asarray(random_params(CFG)["final_norm"]).astype(ml_dtypes.bfloat16)
+  assert kept.dtype == want.dtype and kept.tobytes() == want.tobytes()
+
+
+def test_a_chunked_parameter_is_the_whole_one(tokenizer_dir, tmp_path, monkeypatch):
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  monkeypatch.setattr(hf, "_CHUNK_BYTES", 2048)  # two of 3 layers of wq, 16 rows of the embedding
+  same_bits(hf.load(tmp_path / "out")[0], random_params(CFG))
+
+
+MOE = ModelConfig(
+    vocab=64, width=16, layers=3, heads=4, kv_heads=4, head_dim=12, mlp=24, tied=False,
+    family="deepseek_v3", qk_norm=False, max_len=64,
+    mla=MlaConfig(q_rank=8, kv_rank=8, nope=8, rope=4, value=6),
+    moe=MoeConfig(experts=4, active=2, mlp=8, layers=(1, 2), score="sigmoid", shared=1,
+                  groups=2, active_groups=1))
+
+
+def test_onto_a_mesh_and_back_bit_for_bit_reading_each_piece_once(
+    tokenizer_dir, tmp_path, monkeypatch):
+  # All devices of this process; test_mesh runs the suite's meshes with more of them.
+  params = random_params(MOE)
+  hf.export(params, MOE, tokenizer_dir, tmp_path / "out")
+  mesh = sharding.make_mesh(f"fsdp={len(jax.devices())}")
+  loaded, cfg = hf.load(tmp_path / "out", mesh)
+  assert cfg == MOE
+  same_bits(loaded, params)
+  assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(loaded))
+  hf.export(loaded, cfg, tokenizer_dir, tmp_path / "again")
+  a, b = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("out", "again"))
+  assert a == b
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_message(
+    tokenizer_dir, tmp_path, caplog):
+  out = tmp_path / "out"
+  hf.export(random_params(MOE), MOE, tokenizer_dir, out)
+  tensors = safetensors.numpy.load_file(out / "model.safetensors")
+  tensors["model.layers.3.eh_proj.weight"] = np.zeros((16, 32), np.float32)
+  safetensors.numpy.save_file(tensors, out / "model.safetensors")
+  with pytest.raises(hf.HfError, match="has not: model.layers.3.eh_proj.weight"):
+    hf.load(out)
+  edit_config(out, num_nextn_predict_layers=1)
+  with caplog.at_level("WARNING"):
+    same_bits(hf.load(out)[0], random_params(MOE))
+  assert "left out" in caplog.text and "model.layers.3.eh_proj.weight" in caplog.text
