@@ -37,25 +37,32 @@ class Device:
     self.chunks = {c: rows for c, rows in PREFILL_ROWS.items() if c <= capacity} or {capacity: (4,)}
     self.rows = tuple(r for r in DECODE_ROWS if r < slots) + (slots,)
     self._cache = decode.init_cache(cfg, slots + 1, capacity)  # the last slot takes padding rows
+    self._shapes = self._shapes_of(params)
     self.params = self.put(params)
 
   def put(self, params: Any) -> Any:
-    """Weights onto the device as float32. Raises ValueError when one is not finite."""
+    """Weights onto the device as float32, each layer's apart from its stack: a program that
+    slices the stacks would copy every weight once a token. Raises ValueError when one is not
+    finite."""
     params = jax.tree.map(lambda a: np.asarray(a, np.float32), params)
     for path, a in jax.tree_util.tree_leaves_with_path(params):
       if not np.isfinite(a).all():
         raise ValueError(f"the weights {jax.tree_util.keystr(path)} hold NaN or infinity")
+    params = {**params, "layers": {name: tuple(a) for name, a in params["layers"].items()}}
     return jax.block_until_ready(jax.device_put(params))
 
   def check(self, params: Any) -> None:
     """Raises ValueError unless the tree has the shapes of the model that is served."""
-    old, new = ({jax.tree_util.keystr(path): np.shape(a)
-                 for path, a in jax.tree_util.tree_leaves_with_path(tree)}
-                for tree in (self.params, params))
+    old, new = self._shapes, self._shapes_of(params)
     wrong = [f"{k} is {new.get(k, 'missing')}, the model has {old.get(k, 'none')}"
              for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     if wrong:
       raise ValueError("the new weights do not fit the served model: " + "; ".join(wrong[:3]))
+
+  @staticmethod
+  def _shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): np.shape(a)
+            for path, a in jax.tree_util.tree_leaves_with_path(params)}
 
   def copy(self, source: int, target: int, tokens: int) -> None:
     """Copies the first tokens of one slot's cache to another's."""
