@@ -10,7 +10,7 @@ import jax
 from kr.model import hf, transformer
 from kr.model.config import ModelConfig
 
-CFG = ModelConfig(vocab=16384, width=512, layers=12, heads=8, kv_heads=4, head_dim=64, mlp=2048,
+CFG = ModelConfig(vocab=16384, width=512, layers=20, heads=8, kv_heads=4, head_dim=64, mlp=2048,
                   family="qwen3")
 
 
