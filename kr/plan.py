@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+import dataclasses
 import json
 import math
 import pathlib
@@ -92,6 +93,8 @@ def read(config: ml_collections.ConfigDict, parts: LearnerParts) -> Setting:
   """
   rl, agent = config.rl, config.agent
   how, lora, optimizer = parts(config)
+  if how.attention not in ("plain", "auto"):  # a kernel that this machine cannot compile
+    how = dataclasses.replace(how, attention="blockwise")
   trajectories = rl.tasks_per_step * rl.group_size
   rows = math.ceil(trajectories * agent.max_context_tokens / rl.row_tokens)
   return Setting(
@@ -147,6 +150,15 @@ def make(s: Setting) -> Plan:
     apply, text_of_apply, _ = hlo.partitioned(learner._apply.lower(
       params, state, params, s.optimizer, s.cfg, s.lora))
   sizes = dict(mesh.shape) if mesh else {}
+  memory = peak(accumulate, apply, {
+    "parameters": abstract.bytes_of([params, frozen]), "gradients": abstract.bytes_of(params),
+    "optimizer": abstract.bytes_of(state), "rows": abstract.bytes_of(rows)})
+  host_bytes = 0.0
+  if s.how.remat == "offload":  # a CPU has one memory, so the layers' inputs are still in there
+    host_bytes = (s.cfg.layers * s.micro_rows * s.row_tokens * s.cfg.width
+                  * (2 if s.how.precision == "bfloat16" else 4)
+                  / (rows.row.shape[0] if mesh else 1))
+    memory["temporaries"] -= host_bytes
   times = s.rows / s.micro_rows
   first, second = hlo.parse(text), hlo.parse(text_of_apply)
   network = [c._replace(times=c.times * times) for c in hlo.collectives(first, sizes)]
@@ -157,10 +169,7 @@ def make(s: Setting) -> Plan:
   again = 0.0 if s.how.remat in ("none", "dots") else 1.0
   return Plan(
     devices=n,
-    memory=peak(accumulate, apply, {
-      "parameters": abstract.bytes_of([params, frozen]), "gradients": abstract.bytes_of(params),
-      "optimizer": abstract.bytes_of(state), "rows": abstract.bytes_of(rows)}),
-    host_bytes=accumulate.memory_analysis().host_temp_size_in_bytes,
+    memory=memory, host_bytes=host_bytes,
     largest=largest(report),
     flops=cost.step_flops(s.cfg, tokens, s.segment_tokens, trained, again),
     model_flops=cost.step_flops(s.cfg, tokens, s.segment_tokens, trained),
@@ -202,14 +211,14 @@ def peak(accumulate: Any, apply: Any, state: dict[str, float]) -> dict[str, floa
   return max(taken, applied, key=lambda parts: sum(parts.values()))
 
 
-def largest(report: str, count: int = 4) -> list[tuple[float, str]]:
-  """The shapes that most of the buffers in XLA's memory report hold, with their bytes."""
+def largest(report: str, count: int = 3) -> list[tuple[float, str]]:
+  """The biggest buffers of XLA's memory report, one of each shape; not all live at once."""
   units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
   out: dict[str, float] = {}
   for size, unit, shapes in re.findall(
       r"^ *[\d.]+\w*\( *\d+%\); *([\d.]+)(\w+); *\d+; *\d+; *(.*)$", report, re.MULTILINE):
     shape = max(re.findall(r"[a-z]\w*\[[\d,]*\]", shapes), key=hlo.type_bytes)
-    out[shape] = out.get(shape, 0.0) + float(size) * units.get(unit, 1)
+    out[shape] = max(out.get(shape, 0.0), float(size) * units.get(unit, 1))
   return sorted(((size, shape) for shape, size in out.items()), reverse=True)[:count]
 
 
@@ -231,11 +240,12 @@ def table(s: Setting, plan: Plan, name: str) -> str:
   chip = cost.CHIPS[name]
   layers, head = cost.active_parameters(s.cfg)
   lines = [
-    f"{cost.total_parameters(s.cfg) / 1e9:.3g} G parameters, {(layers + head) / 1e9:.3g} G active "
-    f"a token; {s.mesh or 'one device'}: {plan.devices} x {name}",
-    f"a step: {s.rows} rows of {s.row_tokens} tokens, {s.micro_rows} at a time, "
-    f"{s.trained_share:.0%} of the tokens trained; {s.how.precision}, remat {s.how.remat}"
-    + (f", LoRA {s.lora.rank}" if s.lora else ""), "",
+    f"{cost.total_parameters(s.cfg) / 1e6:,.0f} M parameters, {(layers + head) / 1e6:,.0f} M of "
+    f"them multiply a token; {s.mesh or 'one device'}: {plan.devices} x {name}",
+    f"a step at most: {s.rows} rows of {s.row_tokens} tokens, {s.micro_rows} at a time, "
+    f"{s.trained_share:.0%} of them trained",
+    f"{s.how.precision}, remat {s.how.remat}" + (f", LoRA {s.lora.rank}" if s.lora else "")
+    + "; compiled for CPU devices, whose attention is blockwise", "",
     "memory of a device           GiB",
     *(f"  {part:<22}{size / GIB:>8.2f}" for part, size in plan.memory.items()),
     f"  {'together':<22}{plan.total_bytes / GIB:>8.2f}  of {chip.hbm_bytes / GIB:.2f}: "
@@ -243,7 +253,7 @@ def table(s: Setting, plan: Plan, name: str) -> str:
   ]
   if plan.host_bytes:
     lines.append(f"  {'in host memory':<22}{plan.host_bytes / GIB:>8.2f}")
-  lines += ["  most of them: " + "; ".join(
+  lines += ["  largest temporaries: " + "; ".join(
     f"{size / GIB:.2f} {shapes}" for size, shapes in plan.largest)] if plan.largest else []
   lines += ["", "a step on a device",
             f"  by formula   {plan.flops:>9.3g} FLOPs (without recomputation "
@@ -264,11 +274,13 @@ def network_lines(plan: Plan, chip: cost.Chip) -> list[str]:
   if not volume:
     return []
   short = [kind.removeprefix("collective-") for kind in hlo.KINDS]
-  out = ["", f"  {'received, GB':<20}" + "".join(f"{k:>15}" for k in short) + f"{'seconds':>10}"]
+  row = lambda name, values, last: f"  {name:<20}" + "".join(
+    f"{v:>{len(k) + 2}}" for k, v in zip(short, values)) + f"{last:>10}"
+  out = ["", row("received, GB", short, "seconds")]
   for axes in sorted(volume, key=lambda axes: -spent[axes]):
-    out.append(f"  {'+'.join(axes):<20}"
-               + "".join(f"{volume[axes][kind]:>15.4g}" for kind in hlo.KINDS)
-               + f"{spent[axes]:>10.3g}")
+    if spent[axes] > 1e-6:
+      values = [f"{volume[axes][kind]:.4g}" if volume[axes][kind] else "" for kind in hlo.KINDS]
+      out.append(row("+".join(axes), values, f"{spent[axes]:.3g}"))
   return out
 
 
@@ -277,12 +289,12 @@ def bound_lines(s: Setting, plan: Plan, name: str) -> list[str]:
   limits = seconds(plan, cost.CHIPS[name])
   least = max(limits.values())
   tokens = s.rows * s.row_tokens
-  flops = plan.devices * plan.model_flops / least / (cost.CHIPS[name].flops * plan.devices)
+  share = plan.model_flops / least / cost.CHIPS[name].flops
   return [
     f"bound on {name}: " + ", ".join(f"{what} {t:.3g} s" for what, t in limits.items()),
-    f"  at least {least:.3g} s a step, {max(limits, key=limits.get)}-bound: at most "
-    f"{tokens / least:.4g} tokens/s, {tokens / least / plan.devices:.4g} a chip, "
-    f"{flops:.0%} model FLOPs utilisation",
+    f"  at least {least:.3g} s a step, {max(limits, key=limits.get)}-bound",
+    f"  at most {tokens / least:,.0f} tokens/s, {tokens / least / plan.devices:,.0f} a chip: "
+    f"{share:.0%} model FLOPs utilisation",
   ]
 
 
@@ -298,35 +310,35 @@ def verdict(plan: Plan, chip: cost.Chip) -> str:
 # -------------------------------------------------------------------- what would make it fit
 
 
-def remedies(config: ml_collections.ConfigDict, plan: Plan, chip: cost.Chip
-             ) -> list[dict[str, Any]]:
+def remedies(s: Setting, plan: Plan, chip: cost.Chip) -> list[dict[str, Any]]:
   """Changes of the config, the gentle first: key -> value. Each comes on top of those before."""
-  c, rl, out = config.learner, config.rl, []
-  sizes = {**dict.fromkeys(sharding.AXES, 1), **sharding.parse(c.mesh)}
+  sizes = {**dict.fromkeys(sharding.AXES, 1), **sharding.parse(s.mesh)}
   state = sum(plan.memory[part] for part in ("parameters", "gradients", "optimizer"))
+  across = lambda: math.prod(sizes[a] for a in sharding.RULES["rows"])
+  out: list[dict[str, Any]] = []
 
   def reshape(**new: int) -> None:
     sizes.update(new)
-    across = math.prod(sizes[a] for a in sharding.RULES["rows"])
-    out.append({"learner.mesh": write(sizes), "rl.micro_rows": across})
+    out.append({"learner.mesh": write(sizes), "rl.micro_rows": across()})
 
-  if c.remat in ("none", "dots"):
+  if s.how.remat in ("none", "dots"):
     out.append({"learner.remat": "block"})
-  if rl.micro_rows > math.prod(sizes[a] for a in sharding.RULES["rows"]):
-    reshape()
-  if c.precision != "bfloat16":
+  if s.micro_rows > across():
+    out.append({"rl.micro_rows": across()})
+  if s.how.precision != "bfloat16":
     out.append({"learner.precision": "bfloat16"})
   if sizes["data"] > 1:  # copies of the state cost memory for nothing
     reshape(fsdp=sizes["fsdp"] * sizes["data"], data=1)
   if state > 0.7 * chip.hbm_bytes:
-    need = math.ceil(state / (0.7 * chip.hbm_bytes))
-    reshape(fsdp=sizes["fsdp"] * min(2 ** math.ceil(math.log2(need)), GROWTH))
-  while (sizes["fsdp"] % 2 == 0 and sizes["fsdp"] > sizes["context"]
-         and rl.row_tokens % (4 * sizes["context"]) == 0):
-    reshape(fsdp=sizes["fsdp"] // 2, context=sizes["context"] * 2)
-  if c.remat != "offload":
+    need = math.ceil(math.log2(state / (0.7 * chip.hbm_bytes)))
+    reshape(fsdp=sizes["fsdp"] * min(2 ** need, GROWTH))
+  for axis in ("tensor", "context", "context"):  # tensor splits the head, context the rows
+    whole = s.cfg.heads if axis == "tensor" else s.row_tokens // 2
+    if sizes["fsdp"] % 2 == 0 and whole % (2 * sizes[axis]) == 0:
+      reshape(**{"fsdp": sizes["fsdp"] // 2, axis: sizes[axis] * 2})
+  if s.how.remat != "offload":
     out.append({"learner.remat": "offload"})
-  if not c.lora_rank and state > plan.total_bytes / 4:
+  if s.lora is None and state > plan.total_bytes / 4:
     out.append({"learner.lora_rank": 16})
   return out
 
@@ -339,18 +351,19 @@ def write(sizes: dict[str, int]) -> str:
 def advise(config: ml_collections.ConfigDict, parts: LearnerParts, plan: Plan, name: str
            ) -> list[str]:
   """Tries one remedy after the other until the step fits; says what each brings."""
-  chip, given, out = cost.CHIPS[name], {}, []
-  for change in remedies(config, plan, chip):
-    given |= change
+  chip, given, out, best = cost.CHIPS[name], {}, [], plan.total_bytes
+  for change in remedies(read(config, parts), plan, chip):
     trial = ml_collections.ConfigDict(config)
-    trial.update_from_flattened_dict(given)
-    flags = " ".join(f"--config.{key}={value}" for key, value in given.items())
+    trial.update_from_flattened_dict(given | change)
     plan = make(read(trial, parts))
+    flags = " ".join(f"--config.{key}={value}" for key, value in (given | change).items())
     out.append(f"  {flags}\n    {plan.total_bytes / GIB:.2f} GiB: {verdict(plan, chip)}")
     if plan.total_bytes <= chip.hbm_bytes:
       return ["what makes it fit, one change after the other:", *out]
-  return ["not enough, one change after the other (next: more chips, or shorter rows: "
-          "--config.rl.row_tokens, --config.agent.max_context_tokens):", *out]
+    if plan.total_bytes < best:
+      given, best = given | change, plan.total_bytes
+  return ["not enough, one change after the other (next: more chips, or shorter rows by",
+          "--config.rl.row_tokens and --config.agent.max_context_tokens):", *out]
 
 
 def main(config: ml_collections.ConfigDict, parts: LearnerParts, name: str) -> int:
