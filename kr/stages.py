@@ -5,6 +5,7 @@ Each stage makes what is missing in the workdir, and takes what is there.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 import contextlib
 import json
@@ -21,6 +22,7 @@ import tqdm
 
 from kr import types
 from kr import wiring
+from kr.data import fewshot
 from kr.data import tasks as tasks_lib
 from kr.data import world as world_lib
 from kr.data.grade import grade
@@ -100,11 +102,36 @@ def make_start(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
   if not (source / "config.json").is_file():
     raise wiring.UserError(
         f"start.dir={s.dir} holds no starting policy: run from the repository's root, or make one "
-        "with --config.start.rebuild=True (about 20 minutes)")
+        f"with {s.get('command', '--config.start.rebuild=True (about 20 minutes)')}")
   shutil.rmtree(workdir.start, ignore_errors=True)  # what has lost its config is no policy
   with tempfile.TemporaryDirectory(dir=workdir.path) as fresh:
     shutil.copytree(source, pathlib.Path(fresh, "start"), copy_function=_link_or_copy)
     os.replace(pathlib.Path(fresh, "start"), workdir.start)
+
+
+def make_examples(workdir: wiring.Workdir, config: ConfigDict, train: Sequence[types.Task]
+                  ) -> list[types.Task]:
+  """Records the first prompt's examples, unless they are there; the tasks that remain to train."""
+  count = config.agent.get("examples", 0)
+  if not count:
+    return list(train)
+  with users_error("config.agent.examples"):
+    if not workdir.examples.is_file() or len(fewshot.load(workdir.examples)) != count:
+      bare = config.copy_and_resolve_references()
+      bare.agent.examples = 0
+      toolbox = wiring.build_toolbox(bare, workdir)
+      chat = wiring.build_chat(bare, workdir, toolbox)
+
+      async def record() -> list[types.Trajectory]:
+        try:
+          return await fewshot.record(train, count, chat=chat, toolbox=toolbox,
+                                      limits=wiring.limits(bare))
+        finally:
+          await toolbox.aclose()
+
+      fewshot.save(asyncio.run(record()), workdir.examples)
+    shown = {t.task.id for t in fewshot.load(workdir.examples)}  # their answers are in the prompt
+  return [task for task in train if task.id not in shown]
 
 
 def _link_or_copy(source: str, target: str) -> None:

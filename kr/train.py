@@ -99,6 +99,7 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer
   # ---------------------------------------------------------------- starting policy
   with clock("start"):
     stages.make_start(workdir, config, world, train)
+    train = stages.make_examples(workdir, config, train)
     checkpoints = Checkpoints(workdir.checkpoints, keep=config.rl.keep_checkpoints)
     stack.callback(checkpoints.wait)  # however the run ends, what is being written gets whole
     learner, restored, meta = make_learner(workdir, config, checkpoints)

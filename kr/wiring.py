@@ -28,6 +28,7 @@ import ml_collections
 from kr.agent import loop
 from kr.agent.chat import Chat
 from kr.agent.policy import PolicyClient
+from kr.data import fewshot
 from kr.data import tasks as tasks_lib
 from kr.data.world import World
 from kr.eval.page import write_text
@@ -59,6 +60,7 @@ class Workdir:
     self.start = self.path / "start"
     self.checkpoints = self.path / "checkpoints"
     self.buffer = self.path / "buffer.db"
+    self.examples = self.path / "examples.jsonl"
     self.summary = self.path / "summary.json"
     self.report = self.path / "report.html"
     self.server_log = self.path / "server.log"
@@ -169,11 +171,12 @@ def build_toolbox(config: ConfigDict, workdir: Workdir) -> Toolbox:
 
 
 def build_chat(config: ConfigDict, workdir: Workdir, toolbox: Toolbox) -> Chat:
-  """The chat of the run's tokenizer, which declares the toolbox's tools."""
+  """The chat of the run's tokenizer, which declares the toolbox's tools and shows the examples."""
   agent = config.agent
   try:
+    examples = fewshot.load(workdir.examples) if agent.get("examples") else []
     return Chat(workdir.start, toolbox.specs, agent.system, declare=agent.declare,
-                max_calls=agent.max_calls)
+                max_calls=agent.max_calls, examples=examples)
   except ValueError as e:
     raise UserError(str(e)) from e
 

@@ -5,8 +5,8 @@ is encoded once and appended. Text from outside (question, tool results, declara
 encoded so that it can never become a special token.
 
 A chat has one of two forms. Where the tokenizer has <think>, <tool_call> and their ends as tokens,
-its template writes turns with them. Where it has none of them the form is plain: a turn is text,
-calls are spelled out in it between the same tags, and results are the user's next message.
+its template writes turns with them. Where it has none of them the form is plain: the same tags
+are spelled out in ordinary text, and results are the user's next message.
 """
 
 from __future__ import annotations
@@ -98,16 +98,7 @@ class Chat:
 
   def turn(self, think: str, calls: Sequence[ToolCall] = (), answer: str = "") -> list[int]:
     """A well-formed assistant's turn with its stop token, as the template writes it."""
-    marks = self._marks
-    if self._plain:
-      return self.markup(self._guard(self._said(think, calls, answer)) + marks.turn_end)
-    if calls:
-      body = marks.think_close + marks.call_between.join(
-          self.call_markup(json.dumps({"name": c.name, "arguments": c.arguments},
-                                      ensure_ascii=False)) for c in calls)
-    else:
-      body = marks.answer_open + self._guard(answer)
-    return self.markup(marks.think_open + self._guard(think) + body + marks.turn_end)
+    return self.markup(self._said(think, calls, answer) + self._marks.turn_end)
 
   def call_markup(self, body: str) -> str:
     """The markup of a call with any body, for demonstrations (also malformed ones)."""
@@ -146,12 +137,9 @@ class Chat:
   def parse(self, ids: Sequence[int]) -> Action:
     """Reads a sampled turn, stop token included; strict (see parse.py)."""
     complete = bool(ids) and ids[-1] in self.stop_ids
-    pieces = self._pieces(ids[:-1] if complete else ids)
-    if self._plain:
-      action = parsing.read_plain_turn(pieces, self._specs, self._max_calls, list(self._special))
-    else:
-      action = parsing.read_turn(
-          pieces, self._specs, self._max_calls, self._opened, list(self._special))
+    action = parsing.read_turn(
+        self._pieces(ids[:-1] if complete else ids), self._specs, self._max_calls,
+        self._opened, list(self._special))
     if not complete:
       action = Action(action.think, fault="truncated", detail="the turn has no stop token")
     return action
@@ -171,10 +159,11 @@ class Chat:
     return pieces
 
   def _split(self, text: str) -> list[Piece]:
-    """Ordinary text; in the plain form the tags of calls in it count as such."""
-    tags = (parsing.CALL, parsing.END_CALL) if self._plain else ()
-    parts = _alternatives(tags).split(text) if tags else [text]
-    return [Piece(part, special=part in tags) for part in parts if part]
+    """Ordinary text; in the plain form the tags in it count as such."""
+    if not self._plain:
+      return [Piece(text)]
+    return [Piece(part, special=part in parsing.STRUCTURE)
+            for part in _TAGS.split(text) if part]
 
   def _opening(self, question: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": self._system}, *self._examples,
@@ -186,6 +175,8 @@ class Chat:
     for turn in example.turns:
       if self._plain:
         said = self._said(turn.think, turn.calls, turn.answer or "")
+        for spelling, stand_in in self._stand_ins.items():  # `prompt` guards it as all else
+          said = said.replace(stand_in, spelling)
         out.append({"role": "assistant", "content": said})
         if turn.results:
           out.append({"role": "user", "content": "\n".join(r.text for r in turn.results)})
@@ -199,11 +190,15 @@ class Chat:
     return out
 
   def _said(self, think: str, calls: Sequence[ToolCall], answer: str) -> str:
-    """A turn in the plain form, which has no place for thinking before an answer."""
-    if not calls:
-      return answer
-    return "\n".join([think] * bool(think) + [self.call_markup(json.dumps(
-        {"name": c.name, "arguments": c.arguments}, ensure_ascii=False)) for c in calls])
+    """The markup of a turn without its stop token."""
+    marks = self._marks
+    if calls:
+      body = marks.think_close + marks.call_between.join(
+          self.call_markup(json.dumps({"name": c.name, "arguments": c.arguments},
+                                      ensure_ascii=False)) for c in calls)
+    else:
+      body = marks.answer_open + self._guard(answer)
+    return marks.think_open + self._guard(think) + body
 
   def _guard(self, value: Any) -> Any:
     """`value` (text, or JSON of it) with stand-ins for spellings of special tokens."""
@@ -256,3 +251,6 @@ def _text_tokenizer(source: str, special: dict[str, int]) -> Tokenizer:
   tokenizer.no_truncation()
   tokenizer.no_padding()
   return tokenizer
+
+
+_TAGS = _alternatives(parsing.STRUCTURE)

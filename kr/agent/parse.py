@@ -2,7 +2,7 @@
 
 A turn is `<think>…</think>`, then either tool calls or the answer's text, then the stop token.
 Structure is read from special token ids alone, so text that merely looks like a tag is text.
-Models whose tokenizer has no such tokens spell the tags of calls out (`read_plain_turn`).
+(Of a model without such tokens the tags are read from its text: `kr.agent.chat` cuts there.)
 """
 
 from __future__ import annotations
@@ -81,18 +81,6 @@ def read_turn(pieces: Sequence[Piece], specs: Mapping[str, ToolSpec], max_calls:
   except Fault as fault:
     action.fault, action.detail = fault.name, fault.detail
   return action
-
-
-def read_plain_turn(pieces: Sequence[Piece], specs: Mapping[str, ToolSpec], max_calls: int,
-                    look_alikes: Sequence[str]) -> Action:
-  """Reads a turn of a model that has no <think>: text before its first call is thinking.
-
-  Without a call the whole turn is the answer. Arguments as in `read_turn`.
-  """
-  first = next((i for i, piece in enumerate(pieces) if piece.special), None)
-  thought = first if first is not None and pieces[first].text == CALL else 0
-  end = Piece(END_THINK, special=True)
-  return read_turn([*pieces[:thought], end, *pieces[thought:]], specs, max_calls, True, look_alikes)
 
 
 def _read_think(pieces: Sequence[Piece], opened: bool, action: Action) -> Sequence[Piece]:

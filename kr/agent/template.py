@@ -123,8 +123,8 @@ class Template:
   def delimiters(self, special: Sequence[str], tools: bool = True) -> Delimiters:
     """Cuts the delimiters out of a few renderings. Raises ValueError if they cannot be found.
 
-    tools: the template writes thinking, calls and results itself. Otherwise a turn is any text,
-    calls are spelled out in it, and results come as the user's next message.
+    tools: the template writes thinking, calls and results itself. Otherwise thinking and calls
+    are spelled out in the assistant's text, and results come as the user's next message.
     """
     derivation = _Derivation(self, special)
     return derivation.delimiters() if tools else derivation.plain()
@@ -187,7 +187,7 @@ class _Derivation:
     if not observe_close.endswith(prefix):
       raise ValueError("the tokenizer's chat template does not open the assistant's turn after "
                        "the user's second message as it does after the first")
-    return Delimiters(prefix, "", "", "", ("", ""), "", turn_end,
+    return Delimiters(prefix, "<think>", "</think>", "</think>", ("", ""), "", turn_end,
                       (observe_open, "\n", observe_close))
 
   def _render(self, messages: list[dict[str, Any]]) -> str:

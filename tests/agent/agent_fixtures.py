@@ -53,7 +53,9 @@ QWEN_STYLE = r"""
 
 # The format of SmolLM2's template: no tools, no thinking, and a system prompt unless one is given.
 PLAIN_STYLE = r"""
-{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nI am small.<|im_end|>\n' }}{%- endif %}
+{%- if messages[0].role != 'system' %}
+  {{- '<|im_start|>system\nI am small.<|im_end|>\n' }}
+{%- endif %}
 {%- for m in messages %}
   {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- endfor %}
