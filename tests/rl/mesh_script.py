@@ -13,7 +13,9 @@ import os
 import sys
 
 DISTRIBUTED = len(sys.argv) > 1
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 if DISTRIBUTED else 8}"
+os.environ["XLA_FLAGS"] = (
+  f"--xla_force_host_platform_device_count={4 if DISTRIBUTED else 8} "
+  "--xla_backend_optimization_level=0")  # compiles faster; the partitioner works as ever
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
@@ -40,7 +42,7 @@ EXPERTS = dataclasses.replace(
                 active_groups=1, shared=1))
 SCAN = Execution(scan=True)  # the reference is unrolled and recomputes nothing
 ALONE = ("data=8", "fsdp=8", "context=8", "tensor=8", "expert=8")
-MIXED = ("tensor=2,fsdp=4", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,context=2")
+MIXED = ("tensor=2,fsdp=4", "data=2,expert=2,context=2", "expert=2,fsdp=2,tensor=2")
 OPTIMIZERS = {kind: make_optimizer(1e-2, 0, 1e9, 0.01, kind=kind) for kind in ("adamw", "muon")}
 
 
@@ -108,12 +110,13 @@ def main():
   if DISTRIBUTED:
     check("experts", EXPERTS, ["data=2,expert=2,tensor=2"])
     return
-  on, one = check("dense", DENSE, ALONE + MIXED, how=SCAN)
-  a, b = on[1], on[5]  # fsdp=8 -> tensor=2,fsdp=4: what a restored checkpoint does
+  alone, one = check("dense", DENSE, ALONE)
+  (b,), _ = check("dense", DENSE, MIXED[:1], how=SCAN)
+  a = alone[1]  # fsdp=8 -> tensor=2,fsdp=4: what a restored checkpoint does
   b.load(*jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding),
                        a.state(), b.state()))
   compare("dense restored", MIXED[0], b, b.update(BATCH)["loss"], one, one.update(BATCH)["loss"])
-  check("experts", EXPERTS, ALONE + MIXED)
+  check("experts", EXPERTS, ALONE + MIXED[1:])
   check("adapters", DENSE, MIXED[:1], lora=Lora(2, 4.0, ("wq", "wo", "down")))
   check("muon", DENSE, MIXED[:1], kind="muon")
 

@@ -52,7 +52,7 @@ def run_script(*args):
 
 
 def results(process):
-  out, err = process.communicate(timeout=600)
+  out, err = process.communicate(timeout=1500)
   assert process.returncode == 0, err[-3000:]
   rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
   return {row.pop("case"): row for row in rows}, err
