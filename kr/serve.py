@@ -2,8 +2,9 @@
 
   python -m kr.serve --model=runs/quickstart/checkpoints/50 --port=30000
 
---model is a policy checkpoint of a run, or a Hugging Face directory of a Qwen3 model. The
-policy is sampled from its own untouched distribution: no grammar, no parser, no penalty.
+--model is a policy checkpoint of a run, or a Hugging Face directory of any family that
+`kr.model.families` knows. The policy is sampled from its own untouched distribution: no
+grammar, no parser, no penalty.
 `curl localhost:30000/server_info` tells the settings. Ctrl-C ends it.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+import dataclasses
 import errno
 import importlib.metadata
 import json
@@ -33,6 +35,7 @@ import jax
 
 from kr.model import checkpoint
 from kr.model import compiled
+from kr.model import families
 from kr.model import hf
 from kr.model import request as protocol
 from kr.model.config import ModelConfig
@@ -203,9 +206,10 @@ class Server:
                               "num_paused_requests": paused})
 
   def _check_config(self, cfg: ModelConfig) -> None:
-    served = self._engine.cfg
-    for name in ("heads", "kv_heads", "rope_theta", "norm_eps", "tied"):
-      new, old = getattr(cfg, name), getattr(served, name)
+    """Refuses what another model's shapes need not show, and would be computed wrongly."""
+    shapes = ("vocab", "width", "layers", "head_dim", "mlp", "max_len")  # the engine's to check
+    for name in (f.name for f in dataclasses.fields(cfg) if f.name not in shapes):
+      new, old = getattr(cfg, name), getattr(self._engine.cfg, name)
       if new != old:
         raise ValueError(f"the new model has {name}={new}, the served one {old}")
 
@@ -262,8 +266,8 @@ class Server:
     cfg = self._engine.cfg
     return web.json_response({
         "model_path": self._model, "weight_version": self._engine.version, "is_generation": True,
-        "vocab_size": cfg.vocab, "context_length": self._engine.max_len, "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"], "preferred_sampling_params": None})
+        "vocab_size": cfg.vocab, "context_length": self._engine.max_len, "model_type": cfg.family,
+        "architectures": [families.ARCHITECTURES[cfg.family]], "preferred_sampling_params": None})
 
   async def models(self, request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [
