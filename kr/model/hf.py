@@ -36,7 +36,7 @@ from kr.model.shards import HfError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
                    "generation_config.json")
-_CHUNK_BYTES = 24 * 2**20  # of a parameter that are in host memory beside the device's at a time
+_CHUNK_BYTES = 4 * 2**20  # of a parameter that are in host memory beside the device's at a time
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # old files repeat what config.json says
 
 _log = logging.getLogger("kr")
