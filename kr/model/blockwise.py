@@ -7,8 +7,8 @@ log-sum-exp, so memory grows with the tokens, not with their square.
 
 Inside, keys are on the rows of a score block and queries on its columns: in this order every
 one of the seven matrix products is one that XLA's CPU backend does fast, where a product with
-its first factor transposed takes up to twice the time. A kv head's group of query heads is laid side by
-side, so that keys and values are not repeated.
+its first factor transposed takes up to twice the time. A kv head's group of query heads is laid
+side by side, so that keys and values are not repeated.
 Letters: B rows, T queries, S keys, H heads, K kv heads, G = H / K, M = G · queries of a block.
 """
 
