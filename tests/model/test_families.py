@@ -1,5 +1,6 @@
 """Every family against transformers: logits, gradients, weights there and back, cached decoding."""
 
+import dataclasses
 import functools
 import json
 
@@ -199,3 +200,74 @@ def test_cached_decoding_equals_the_full_forward_pass(name, made):
   whole = np.concatenate([seq[:, :17], tokens, seq[:, 21:]], 1).repeat(2, 0)  # compiled already
   want = jax.nn.log_softmax(logits(params, cfg, whole), -1)[0, 16:20]
   np.testing.assert_allclose(log_probs[0], np.asarray(want)[np.arange(4), tokens[0]], atol=2e-5)
+
+
+# What the published config.json of Kimi-K2 says, but for its quantisation, and Moonlight's.
+KIMI_K2 = dict(
+    architectures=["DeepseekV3ForCausalLM"], model_type="kimi_k2", attention_bias=False,
+    attention_dropout=0.0, aux_loss_alpha=0.001, bos_token_id=163584, eos_token_id=163585,
+    ep_size=1, first_k_dense_replace=1, hidden_act="silu", hidden_size=7168,
+    intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=131072,
+    moe_intermediate_size=2048, moe_layer_freq=1, n_group=1, n_routed_experts=384,
+    n_shared_experts=1, norm_topk_prob=True, num_attention_heads=64, num_experts_per_tok=8,
+    num_hidden_layers=61, num_key_value_heads=64, num_nextn_predict_layers=0, q_lora_rank=1536,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6, rope_theta=50000.0,
+    rope_scaling=dict(beta_fast=1.0, beta_slow=1.0, factor=32.0, mscale=1.0, mscale_all_dim=1.0,
+                      original_max_position_embeddings=4096, type="yarn"),
+    routed_scaling_factor=2.827, scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False,
+    topk_group=1, topk_method="noaux_tc", torch_dtype="bfloat16", use_cache=True, v_head_dim=128,
+    vocab_size=163840)
+MOONLIGHT = {**KIMI_K2, **dict(
+    model_type="deepseek_v3", hidden_size=2048, intermediate_size=11264,
+    max_position_embeddings=8192, moe_intermediate_size=1408, n_routed_experts=64,
+    n_shared_experts=2, num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27,
+    num_key_value_heads=16, q_lora_rank=None, rms_norm_eps=1e-5, rope_scaling=None,
+    routed_scaling_factor=2.446)}
+
+
+def test_kimi_k2_is_read_and_leaves_as_deepseek_v3():
+  cfg = families.from_hf(KIMI_K2)
+  assert cfg.moe.layers == tuple(range(1, 61)) and cfg.moe.active == 8
+  assert (cfg.mla.q_rank, cfg.mla.kv_rank, cfg.key_dim, cfg.value_dim) == (1536, 512, 192, 128)
+  # mscale / mscale_all_dim = 1; 0.1 ln 32 + 1 = 1.3465736, squared 1.8132604, / sqrt(192).
+  assert cfg.rope_scaling.scale == 1.0
+  assert cfg.query_scale == pytest.approx(1.8132604 / 192 ** 0.5, rel=1e-6)
+  sizes = jax.tree.leaves(transformer.shapes(cfg), is_leaf=lambda s: isinstance(s, tuple))
+  assert sum(np.prod(s, dtype=np.int64) for s in sizes) == pytest.approx(1.0264e12, rel=1e-3)
+  out = families.to_hf(cfg)
+  assert out["model_type"] == "deepseek_v3" and families.from_hf(out) == cfg
+
+
+def test_moonlight_has_16_billion_parameters():
+  cfg = families.from_hf(MOONLIGHT)
+  sizes = jax.tree.leaves(transformer.shapes(cfg), is_leaf=lambda s: isinstance(s, tuple))
+  assert sum(np.prod(s, dtype=np.int64) for s in sizes) == pytest.approx(15.96e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("base, changes, says", [
+    (KIMI_K2, {"model_type": "mamba2"}, "model_type 'mamba2' is not supported"),
+    (KIMI_K2, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    (KIMI_K2, {"topk_method": "greedy"}, "topk_method='greedy'"),
+    (KIMI_K2, {"num_key_value_heads": 8}, "num_key_value_heads=8"),
+    (KIMI_K2, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    (KIMI_K2, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    (KIMI_K2, {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+    (KIMI_K2, {"rope_scaling": {"type": "yarn", "factor": 2, "twist": 1}}, "twist=1"),
+    (KIMI_K2, {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2}}, "contradict"),
+    (SMALL, {"model_type": "llama", "sliding_window": 8}, "sliding_window=8"),
+    (SMALL, {"model_type": "qwen2", "attention_bias": False}, "attention_bias=False"),
+    (SMALL, {"model_type": "qwen2", "head_dim": 7}, "must be even"),
+    (SMALL, {"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+])
+def test_what_kr_does_not_compute_is_refused_by_name(base, changes, says):
+  with pytest.raises(ValueError, match=says):
+    families.from_hf({**base, **changes})
+
+
+@pytest.mark.parametrize("changes", [
+    {"qk_norm": True}, {"window": 4, "window_layers": (0,)}, {"attention_scale": 0.5},
+    {"out_bias": True}])
+def test_a_model_that_its_family_cannot_express_is_not_exported(changes):
+  cfg = dataclasses.replace(families.from_hf({**SMALL, "model_type": "llama"}), **changes)
+  with pytest.raises(ValueError, match="a llama cannot have"):
+    families.to_hf(cfg)

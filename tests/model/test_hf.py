@@ -5,6 +5,7 @@ Every family against transformers: test_families.py.
 
 import json
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from kr.model import hf, sharding, transformer
+from kr.model import hf, transformer
 from kr.model.config import MlaConfig, ModelConfig, MoeConfig
 
 CFG = ModelConfig(vocab=97, width=32, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=40,
@@ -221,19 +222,37 @@ MOE = ModelConfig(
                   groups=2, active_groups=1))
 
 
-def test_onto_a_mesh_and_back_bit_for_bit_reading_each_piece_once(
-    tokenizer_dir, tmp_path, monkeypatch):
-  # All devices of this process; test_mesh runs the suite's meshes with more of them.
-  params = random_params(MOE)
-  hf.export(params, MOE, tokenizer_dir, tmp_path / "out")
-  mesh = sharding.make_mesh(f"fsdp={len(jax.devices())}")
-  loaded, cfg = hf.load(tmp_path / "out", mesh)
-  assert cfg == MOE
-  same_bits(loaded, params)
-  assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(loaded))
-  hf.export(loaded, cfg, tokenizer_dir, tmp_path / "again")
-  a, b = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("out", "again"))
-  assert a == b
+def on_meshes(tokenizer_dir, tmp_path, processes):
+  """What import_script.py prints, of each process."""
+  hf.export(random_params(MOE), MOE, tokenizer_dir, tmp_path / "model")
+  script = pathlib.Path(__file__).parent / "import_script.py"
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    port = str(s.getsockname()[1])
+  started = [subprocess.Popen(
+      [sys.executable, script, tmp_path, *([str(i), port] if processes > 1 else [])],
+      cwd=script.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+      for i in range(processes)]
+  out = []
+  for p in started:
+    stdout, stderr = p.communicate(timeout=300)
+    assert p.returncode == 0, stderr[-3000:]
+    out.append([json.loads(line) for line in stdout.splitlines() if line.startswith("{")])
+  return out
+
+
+def test_onto_meshes_of_eight_devices_and_back_bit_for_bit(tokenizer_dir, tmp_path):
+  found, = on_meshes(tokenizer_dir, tmp_path, 1)
+  assert len(found) == 2 and all(f["same"] and f["exported"] for f in found)
+  assert all(0.99 < f["read"] <= 1.01 for f in found)  # each tensor once, whoever has copies
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_reads_its_own_half(tokenizer_dir, tmp_path):
+  found = on_meshes(tokenizer_dir, tmp_path, 2)
+  assert [len(f) for f in found] == [1, 1]
+  assert all(f["same"] and f["exported"] for f, in found)
+  assert all(f["read"] < 0.75 for f, in found)  # small parameters lie whole on every device
 
 
 def test_layers_that_predict_further_tokens_are_left_out_with_a_message(
