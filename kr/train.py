@@ -36,6 +36,7 @@ from kr.eval import stats
 from kr.model import attention
 from kr.model import compiled
 from kr.model import cost
+from kr.model import heap
 from kr.model import hf
 from kr.model import sharding
 from kr.model.checkpoint import Checkpoints
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> None:
   if argv[1:]:
     raise wiring.UserError(f"kr.train takes flags only, not {' '.join(argv[1:])!r}; see --help")
   logging.set_verbosity(logging.WARNING)
+  heap.keep_freed()  # before JAX starts
   config = _CONFIG.value
   if _MESH.value is not None:
     config.learner.mesh = _MESH.value
