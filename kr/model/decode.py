@@ -4,11 +4,13 @@
 values from a cache, so that the server's pass is the learner's own. Each program first
 copies the part of the cache that its rows attend to, works on that copy together with
 the new tokens, and at the end writes the new keys and values into the donated cache in
-place: the large buffer is touched once a call, not once a token.
+place: the large buffer is touched once a call, not once a token. `decode` puts the copy where
+the call before had its own: on CPU, new memory costs more than what is written to it.
 
 Letters: N slots, C slot capacity in tokens, S attended span, B rows, T tokens in a
-chunk, L layers, H heads, K kv heads, k and v dimensions of a key and a value, V vocabulary. Shapes are static; the
-engine pads to a few buckets. Padding rows point at the last slot, which nobody reads.
+chunk, L layers, H heads, K kv heads, k and v dimensions of a key and a value, V vocabulary.
+Shapes are static; the engine pads to a few buckets. Padding rows point at the last slot, which
+nobody reads.
 """
 
 from __future__ import annotations
@@ -152,13 +154,14 @@ def score(params, cache: Cache, tokens, targets, slot, start, *, cfg: ModelConfi
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "span", "steps", "truncate"),
-                   donate_argnames="cache")
-def decode(params, cache: Cache, rows: Rows, *, cfg: ModelConfig, span: int, steps: int,
-           truncate: bool):
-  """Samples `steps` tokens for each row -> (tokens [B,steps], logprobs [B,steps], cache).
+                   donate_argnames=("cache", "scratch"), keep_unused=True)
+def decode(params, cache: Cache, scratch: Cache, rows: Rows, *, cfg: ModelConfig, span: int,
+           steps: int, truncate: bool):
+  """Samples `steps` tokens for each row -> (tokens [B,steps], logprobs [B,steps], cache, scratch).
 
-  `span` >= max(position). `truncate`: some row uses top_p, top_k or min_p. A row whose
-  last useful token comes before `steps` simply ignores the rest.
+  `scratch`: memory of the shape init_cache(cfg, B, span), whatever it holds; to give to the next
+  call of that shape. `span` >= max(position). `truncate`: some row uses top_p, top_k or min_p. A
+  row whose last useful token comes before `steps` simply ignores the rest.
   """
   old = _read(cache, rows.slot, span)
   ages = _ages(rows.position, span, steps)  # [B,steps,S+steps]
@@ -182,7 +185,7 @@ def decode(params, cache: Cache, rows: Rows, *, cfg: ModelConfig, span: int, ste
 
   empty = init_cache(cfg, rows.slot.shape[0], steps)
   (_, new), (tokens, logprobs) = jax.lax.scan(step, (rows.token, empty), jnp.arange(steps))
-  return tokens.T, logprobs.T, _write(cache, new, old, rows.slot, rows.position)
+  return tokens.T, logprobs.T, _write(cache, new, old, rows.slot, rows.position), old
 
 
 @functools.partial(jax.jit, static_argnames=("span",), donate_argnames="cache")
@@ -201,14 +204,18 @@ def sample(logits: jax.Array, rows: Rows, position: jax.Array, truncate: bool):
   """
   greedy = rows.temperature == 0
   scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
-  logp = jax.nn.log_softmax(scaled, -1)
-  p = jnp.exp(logp)
+  top = scaled.max(-1, keepdims=True)
+  p = jnp.exp(scaled - top)
+  total = p.sum(-1, keepdims=True)
   if truncate:
-    p = _truncated(p, rows)
+    p = _truncated(p / total, rows)
   keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(rows.seed), position)
   u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-  token = jnp.where(greedy, jnp.argmax(logits, -1), _draw(p, u)).astype(jnp.int32)
-  return token, jnp.take_along_axis(logp, token[:, None], -1)[:, 0]
+  # Greedy: all weight on the likeliest tokens, of which 0 picks the first. XLA's argmax is slow.
+  p = jnp.where(greedy[:, None], scaled == top, p)
+  token = _draw(p, jnp.where(greedy[:, None], 0.0, u)).astype(jnp.int32)
+  chosen = jnp.take_along_axis(scaled, token[:, None], -1)
+  return token, (chosen - top - jnp.log(total))[:, 0]
 
 
 def _truncated(p: jax.Array, rows: Rows) -> jax.Array:

@@ -17,7 +17,8 @@ from kr.model.slots import Slots
 
 # Prompt tokens that a row takes in one prefill call -> the numbers of rows of such a call.
 PREFILL_ROWS = {16: (4, 32), 64: (4, 32), 256: (8,)}
-DECODE_ROWS = (8, 32)  # and the number of slots
+DECODE_ROWS = (8, 32)  # and the number of slots, and 1 where reading the weights takes the time
+LARGE_BYTES = 64 * 2 ** 20  # of weights, more than a processor caches
 
 
 def bucket(n: int, sizes: tuple[int, ...]) -> int:
@@ -35,8 +36,10 @@ class Device:
     self.spans = tuple(2 ** i for i in range(7, 31) if 2 ** i < capacity) + (capacity,)
     self.prefill_spans = self.spans[1:] or self.spans
     self.chunks = {c: rows for c, rows in PREFILL_ROWS.items() if c <= capacity} or {capacity: (4,)}
-    self.rows = tuple(r for r in DECODE_ROWS if r < slots) + (slots,)
+    large = sum(4 * np.size(a) for a in jax.tree.leaves(params)) > LARGE_BYTES
+    self.rows = tuple(r for r in (1,) * large + DECODE_ROWS if r < slots) + (slots,)
     self._cache = decode.init_cache(cfg, slots + 1, capacity)  # the last slot takes padding rows
+    self._scratch: decode.Cache | None = None  # memory for the decode calls of one shape
     self._shapes = self._shapes_of(params)
     self.params = self.put(params)
 
@@ -125,10 +128,20 @@ class Device:
     off = (values[:, 1] >= 1) & (values[:, 2] >= self.cfg.vocab) & (values[:, 3] <= 0)
     rows = decode.Rows(slot, S.held[slot, position], position, seed, values[:, 0].copy(),
                        values[:, 1].copy(), values[:, 2].astype(np.int32), values[:, 3].copy())
-    tokens, logprobs, self._cache = decode.decode(
-        self.params, self._cache, rows, cfg=self.cfg, span=bucket(int(position.max()), self.spans),
-        steps=self.steps, truncate=not off.all())
+    tokens, logprobs = self._decode(
+        rows, bucket(int(position.max()), self.spans), truncate=not off.all())
     return np.asarray(tokens)[:n].tolist(), np.asarray(logprobs)[:n].tolist()
+
+  def _decode(self, rows: decode.Rows, span: int, truncate: bool) -> tuple[jax.Array, jax.Array]:
+    B = len(rows.slot)
+    scratch, self._scratch = self._scratch, None
+    if scratch is None or scratch.k[0].shape[::3] != (B, span):
+      del scratch  # before there is another
+      scratch = decode.init_cache(self.cfg, B, span)
+    tokens, logprobs, self._cache, self._scratch = decode.decode(
+        self.params, self._cache, scratch, rows, cfg=self.cfg, span=span, steps=self.steps,
+        truncate=truncate)
+    return tokens, logprobs
 
   def warm_up(self, spans: int) -> None:
     """Compiles what the `spans` shortest spans need, by running it on the padding slot."""
@@ -139,8 +152,7 @@ class Device:
         zero, one = np.zeros(B, np.int32), np.ones(B, np.float32)
         rows = decode.Rows(zero + last, zero, zero, np.zeros((B, 2), np.uint32), one, one,
                            np.full(B, cfg.vocab, np.int32), one * 0)
-        _, _, self._cache = decode.decode(
-            self.params, self._cache, rows, cfg=cfg, span=span, steps=self.steps, truncate=False)
+        self._decode(rows, span, truncate=False)
     for span in self.prefill_spans[:max(spans - 1, 1)]:
       for T, rows in self.chunks.items():
         for B in rows:

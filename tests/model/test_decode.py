@@ -61,10 +61,11 @@ def test_cached_decoding_equals_the_full_forward_pass():
   cache = decode.prefill(PARAMS, cache, pad(first, 16), slot, start * 0, cfg=CFG, span=0)
   cache = decode.prefill(PARAMS, cache, pad(rest, 16), slot, start, cfg=CFG, span=32)
   seqs = [list(p) for p in prompts]
+  scratch = decode.init_cache(CFG, 3, 32)
   for _ in range(2):
     r = rows(slot, [s[-1] for s in seqs], [len(s) - 1 for s in seqs], temperature=[1.0, 0.7, 1.3])
-    tokens, logprobs, cache = decode.decode(
-        PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
+    tokens, logprobs, cache, scratch = decode.decode(
+        PARAMS, cache, scratch, r, cfg=CFG, span=32, steps=4, truncate=False)
     tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
     for s, t, l, temperature in zip(seqs, tokens, logprobs, (1.0, 0.7, 1.3)):
       want = reference(s + t.tolist(), temperature)[len(s) - 1:-1]
@@ -93,19 +94,22 @@ def test_a_copied_slot_continues_like_its_source():
   cache = decode.prefill(PARAMS, cache, pad([seq[:16]], 16), one, one * 0, cfg=CFG, span=0)
   cache = decode.copy(cache, one, one * 3, span=32)
   r = rows([1, 3], seq[16], 16, seed=[[5, 6], [5, 6]])
-  tokens, logprobs, _ = decode.decode(PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
+  tokens, logprobs, *_ = decode.decode(PARAMS, cache, decode.init_cache(CFG, 2, 32), r, cfg=CFG,
+                                       span=32, steps=4, truncate=False)
   np.testing.assert_array_equal(tokens[0], tokens[1])
   np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-6)
 
 
-def test_the_cache_is_updated_in_place():
-  cache = decode.init_cache(CFG, 6, 64)
-  before = [a.unsafe_buffer_pointer() for a in (*cache.k, *cache.v)]
+def test_the_cache_and_the_working_copy_stay_in_place():
+  cache, scratch = decode.init_cache(CFG, 6, 64), decode.init_cache(CFG, 3, 32)
+  places = lambda *caches: [a.unsafe_buffer_pointer() for c in caches for a in (*c.k, *c.v)]
+  before = places(cache, scratch)
   zero = np.zeros(3, np.int32)
   cache = decode.prefill(PARAMS, cache, np.zeros((3, 16), np.int32), zero, zero, cfg=CFG, span=32)
   r = rows([0, 1, 2], 1, 0)
-  *_, cache = decode.decode(PARAMS, cache, r, cfg=CFG, span=32, steps=4, truncate=False)
-  assert [a.unsafe_buffer_pointer() for a in (*cache.k, *cache.v)] == before
+  *_, cache, scratch = decode.decode(
+      PARAMS, cache, scratch, r, cfg=CFG, span=32, steps=4, truncate=False)
+  assert places(cache, scratch) == before
 
 
 _sample = jax.jit(decode.sample, static_argnums=3)
