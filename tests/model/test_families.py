@@ -195,8 +195,8 @@ def test_cached_decoding_equals_the_full_forward_pass(name, made):
   rows = decode.Rows(zero, seq[:, 16], zero + 16, np.zeros((1, 2), np.uint32),
                      np.ones(1, np.float32), np.ones(1, np.float32),
                      np.full(1, cfg.vocab, np.int32), np.zeros(1, np.float32))
-  tokens, log_probs, _ = decode.decode(params, cache, rows, cfg=cfg, span=16, steps=4,
-                                       truncate=False)
+  tokens, log_probs, *_ = decode.decode(params, cache, decode.init_cache(cfg, 1, 16), rows,
+                                        cfg=cfg, span=16, steps=4, truncate=False)
   whole = np.concatenate([seq[:, :17], tokens, seq[:, 21:]], 1).repeat(2, 0)  # compiled already
   want = jax.nn.log_softmax(logits(params, cfg, whole), -1)[0, 16:20]
   np.testing.assert_allclose(log_probs[0], np.asarray(want)[np.arange(4), tokens[0]], atol=2e-5)
