@@ -5,8 +5,8 @@ is encoded once and appended. Text from outside (question, tool results, declara
 encoded so that it can never become a special token.
 
 A chat has one of two forms. Where the tokenizer has <think>, <tool_call> and their ends as tokens,
-its template writes turns with them. Where it has none of them the form is plain: the same tags
-are spelled out in ordinary text, and results are the user's next message.
+its template writes turns with them. Where it has none of them the form is plain: calls and the
+answer stand between tags that are ordinary text, and results are the user's next message.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Chat:
     """The markup of a call with any body, for demonstrations (also malformed ones)."""
     before, after = self._marks.call_pad
     if self._plain:  # A tag inside the call would end it; JSON can spell it otherwise.
-      for tag in parsing.STRUCTURE:
+      for tag in parsing.PLAIN:
         body = body.replace(tag, "\\u003c" + tag[1:])
     return f"<tool_call>{before}{self._guard(body)}{after}</tool_call>"
 
@@ -137,9 +137,11 @@ class Chat:
   def parse(self, ids: Sequence[int]) -> Action:
     """Reads a sampled turn, stop token included; strict (see parse.py)."""
     complete = bool(ids) and ids[-1] in self.stop_ids
-    action = parsing.read_turn(
-        self._pieces(ids[:-1] if complete else ids), self._specs, self._max_calls,
-        self._opened, list(self._special))
+    pieces, special = self._pieces(ids[:-1] if complete else ids), list(self._special)
+    if self._plain:
+      action = parsing.read_plain_turn(pieces, self._specs, self._max_calls, special)
+    else:
+      action = parsing.read_turn(pieces, self._specs, self._max_calls, self._opened, special)
     if not complete:
       action = Action(action.think, fault="truncated", detail="the turn has no stop token")
     return action
@@ -162,7 +164,7 @@ class Chat:
     """Ordinary text; in the plain form the tags in it count as such."""
     if not self._plain:
       return [Piece(text)]
-    return [Piece(part, special=part in parsing.STRUCTURE)
+    return [Piece(part, special=part in parsing.PLAIN)
             for part in _TAGS.split(text) if part]
 
   def _opening(self, question: str) -> list[dict[str, Any]]:
@@ -197,7 +199,7 @@ class Chat:
           self.call_markup(json.dumps({"name": c.name, "arguments": c.arguments},
                                       ensure_ascii=False)) for c in calls)
     else:
-      body = marks.answer_open + self._guard(answer)
+      body = marks.answer_open + self._guard(answer) + marks.answer_close
     return marks.think_open + self._guard(think) + body
 
   def _guard(self, value: Any) -> Any:
@@ -253,4 +255,4 @@ def _text_tokenizer(source: str, special: dict[str, int]) -> Tokenizer:
   return tokenizer
 
 
-_TAGS = _alternatives(parsing.STRUCTURE)
+_TAGS = _alternatives(parsing.PLAIN)

@@ -2,7 +2,8 @@
 
 A turn is `<think>…</think>`, then either tool calls or the answer's text, then the stop token.
 Structure is read from special token ids alone, so text that merely looks like a tag is text.
-(Of a model without such tokens the tags are read from its text: `kr.agent.chat` cuts there.)
+Models without such tokens spell tags out, and their turns have a form of their own: thinking as
+plain text, if any, then either tool calls or `<answer>…</answer>` (`read_plain_turn`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from kr.types import ToolCall
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+ANSWER, END_ANSWER = "<answer>", "</answer>"
 STRUCTURE = (THINK, END_THINK, CALL, END_CALL)
+PLAIN = (CALL, END_CALL, ANSWER, END_ANSWER)
 MAX_CALL_CHARS = 16_384
 MAX_DEPTH = 32
 
 FAULTS = ("not_json", "unknown_tool", "unknown_argument", "missing_argument", "wrong_type",
           "too_many_calls", "unclosed_tag", "text_after_call", "call_in_think", "duplicate_key",
           "arguments_too_large", "empty_answer", "no_think", "truncated",
-          "special_token_in_text")
+          "special_token_in_text", "text_after_answer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +74,54 @@ def read_turn(pieces: Sequence[Piece], specs: Mapping[str, ToolSpec], max_calls:
   action = Action()
   try:
     rest = _read_think(pieces, think_opened, action)
-    blocks = _read_calls(rest)
-    if blocks is None:
+    if not _read_action(rest, specs, max_calls, action):
       action.answer = _read_answer(rest, look_alikes)
-    elif len(blocks) > max_calls:
-      raise Fault("too_many_calls", f"{len(blocks)} calls, at most {max_calls} are allowed")
-    else:
-      action.calls = [read_call(block, specs) for block in blocks]
   except Fault as fault:
     action.fault, action.detail = fault.name, fault.detail
   return action
+
+
+def read_plain_turn(pieces: Sequence[Piece], specs: Mapping[str, ToolSpec], max_calls: int,
+                    look_alikes: Sequence[str]) -> Action:
+  """Reads a turn whose tags are spelled out, without its stop token.
+
+  pieces: cut at the tags in PLAIN, which count as special. The rest is as in `read_turn`.
+  """
+  action = Action()
+  try:
+    first = next((i for i, piece in enumerate(pieces) if piece.special), len(pieces))
+    action.think = "".join(piece.text for piece in pieces[:first]).strip()
+    rest = [piece for piece in pieces[first:] if not piece.blank]
+    if not rest:
+      raise Fault("empty_answer", f"neither a call nor {ANSWER}…{END_ANSWER}")
+    if not _read_action(rest, specs, max_calls, action):
+      action.answer = _read_answer(_inside_answer(rest), look_alikes)
+  except Fault as fault:
+    action.fault, action.detail = fault.name, fault.detail
+  return action
+
+
+def _inside_answer(pieces: Sequence[Piece]) -> Sequence[Piece]:
+  tags = [piece.text for piece in pieces if piece.special]
+  if tags[0] != ANSWER:
+    raise Fault("special_token_in_text", f"{tags[0]} outside a call")
+  if END_ANSWER not in tags:
+    raise Fault("unclosed_tag", f"{ANSWER} is never closed")
+  if not pieces[-1].special or pieces[-1].text != END_ANSWER:
+    raise Fault("text_after_answer", f"text after {END_ANSWER}")
+  return pieces[1:-1]
+
+
+def _read_action(pieces: Sequence[Piece], specs: Mapping[str, ToolSpec], max_calls: int,
+                 action: Action) -> bool:
+  """Fills `action.calls`; whether the turn makes calls."""
+  blocks = _read_calls(pieces)
+  if blocks is None:
+    return False
+  if len(blocks) > max_calls:
+    raise Fault("too_many_calls", f"{len(blocks)} calls, at most {max_calls} are allowed")
+  action.calls = [read_call(block, specs) for block in blocks]
+  return True
 
 
 def _read_think(pieces: Sequence[Piece], opened: bool, action: Action) -> Sequence[Piece]:

@@ -60,8 +60,8 @@ class Delimiters:
 
   A turn with calls is `think_open` … `think_close` `<tool_call>` `call_pad[0]` JSON `call_pad[1]`
   `</tool_call>`, further calls after `call_between`, then `turn_end`; one with an answer is
-  `think_open` … `answer_open` … `turn_end`. `prefix` opens the assistant's turn; `think_open` is
-  empty when `prefix` has opened the thinking already. After `turn_end`, an observation is
+  `think_open` … `answer_open` … `answer_close` `turn_end`. `prefix` opens the assistant's turn;
+  `think_open` is empty when `prefix` has opened the thinking already. After `turn_end`, an observation is
   `observe[0]` result (`observe[1]` result)* `observe[2]`, the last ending with `prefix`.
   """
   prefix: str
@@ -72,6 +72,7 @@ class Delimiters:
   call_between: str
   turn_end: str
   observe: tuple[str, str, str]
+  answer_close: str = ""
 
 
 class Template:
@@ -123,7 +124,7 @@ class Template:
   def delimiters(self, special: Sequence[str], tools: bool = True) -> Delimiters:
     """Cuts the delimiters out of a few renderings. Raises ValueError if they cannot be found.
 
-    tools: the template writes thinking, calls and results itself. Otherwise thinking and calls
+    tools: the template writes thinking, calls and results itself. Otherwise calls and the answer
     are spelled out in the assistant's text, and results come as the user's next message.
     """
     derivation = _Derivation(self, special)
@@ -187,8 +188,8 @@ class _Derivation:
     if not observe_close.endswith(prefix):
       raise ValueError("the tokenizer's chat template does not open the assistant's turn after "
                        "the user's second message as it does after the first")
-    return Delimiters(prefix, "<think>", "</think>", "</think>", ("", ""), "", turn_end,
-                      (observe_open, "\n", observe_close))
+    return Delimiters(prefix, "", "", "<answer>", ("", ""), "", turn_end,
+                      (observe_open, "\n", observe_close), answer_close="</answer>")
 
   def _render(self, messages: list[dict[str, Any]]) -> str:
     return self._template.render(self._opening + messages)

@@ -26,8 +26,8 @@ async def record(tasks: Sequence[types.Task], count: int, *, chat: Chat, toolbox
                  limits: loop.Limits) -> list[types.Trajectory]:
   """`count` correct trajectories of different attributes, in the order of `tasks`.
 
-  chat: without examples of its own. Deterministic. Raises ValueError when the first tasks do not
-  give so many.
+  Without thinking: notes that say little would be imitated. chat: without examples of its own.
+  Deterministic. Raises ValueError when the first tasks do not give so many.
   """
   found: list[types.Trajectory] = []
   for n, task in enumerate(tasks[:_TRIED]):
@@ -40,6 +40,8 @@ async def record(tasks: Sequence[types.Task], count: int, *, chat: Chat, toolbox
         task, demos.Scripted(chat, demos.research(author, "direct")), toolbox, chat, limits,
         trajectory_id=types.trajectory_id("example", task.id))
     if trajectory.answer is not None and grade.grade(task, trajectory.answer):
+      for turn in trajectory.turns:
+        turn.think = ""
       found.append(trajectory)
   if len(found) < count:
     raise ValueError(f"only {len(found)} examples for {count} were found among the first "

@@ -10,7 +10,7 @@ from kr.types import Task, ToolCall, ToolResult, Trajectory, Turn
 
 QUESTION = "What is the population of Ayacucho?"
 GOOD = '{"name": "open", "arguments": {"id": "r1"}}'
-CALL = f"<think></think><tool_call>{GOOD}</tool_call>"
+CALL = f"<tool_call>{GOOD}</tool_call>"
 
 
 def example(think: str = "") -> Trajectory:
@@ -40,10 +40,10 @@ def test_first_prompt_with_examples_is_that_of_transformers(plain_dir, theirs):
       {"role": "user", "content": "Find the population of Peru."},
       {"role": "assistant", "content": said + "".join(calls)},
       {"role": "user", "content": "r1 Peru\n33"},
-      {"role": "assistant", "content": said + "33"}]
+      {"role": "assistant", "content": said + "<answer>33</answer>"}]
   expected = theirs.apply_chat_template(
       [{"role": "system", "content": "You research. search(queries) open(id)"},
-       *shown("<think>look</think>"), *shown("<think></think>"),
+       *shown("look"), *shown(""),
        {"role": "user", "content": QUESTION}],
       add_generation_prompt=True, return_dict=False)
   assert chat.prompt(QUESTION) == list(expected)
@@ -57,10 +57,10 @@ def test_a_whole_conversation_equals_the_templates_own_rendering(chat, theirs):
   text = theirs.apply_chat_template([
       {"role": "system", "content": "You research. search(queries) open(id)"},
       {"role": "user", "content": QUESTION},
-      {"role": "assistant", "content": '<think>I look.</think><tool_call>{"name": "search", '
-       '"arguments": {"queries": ["Ayacucho"]}}</tool_call>' + CALL[15:]},
+      {"role": "assistant", "content": 'I look.<tool_call>{"name": "search", '
+       '"arguments": {"queries": ["Ayacucho"]}}</tool_call>' + CALL},
       {"role": "user", "content": "# Ayacucho\na page"},
-      {"role": "assistant", "content": "<think></think>140033"}], tokenize=False)
+      {"role": "assistant", "content": "<answer>140033</answer>"}], tokenize=False)
   assert chat.decode(ids) == text.removesuffix("\n")  # it comes after the stop token
 
 
@@ -71,22 +71,29 @@ def test_turns_are_read_back_as_written(chat):
   assert (action.think, action.calls, action.fault) == ("look it up", calls, None)
   action = chat.parse(chat.turn("", answer="140 033"))
   assert (action.think, action.answer, action.fault) == ("", "140 033", None)
+  action = chat.parse(chat.turn("I know.", answer="a < b"))
+  assert (action.think, action.answer, action.fault) == ("I know.", "a < b", None)
 
 
 @pytest.mark.parametrize("fault, text", [
-    ("not_json", "<think>t</think><tool_call>{name: open}</tool_call><|im_end|>"),
+    ("not_json", "<tool_call>{name: open}</tool_call><|im_end|>"),
     ("unknown_tool", CALL.replace("open", "close") + "<|im_end|>"),
-    ("missing_argument", '<think></think><tool_call>{"name": "open"}</tool_call><|im_end|>'),
-    ("no_think", "140033<|im_end|>"),
-    ("no_think", f"I look.{CALL}<|im_end|>"),
-    ("unclosed_tag", "<think>140033<|im_end|>"),
-    ("unclosed_tag", f"<think>t</think><tool_call>{GOOD}<|im_end|>"),
-    ("call_in_think", f"<think><tool_call>{GOOD}</tool_call></think><|im_end|>"),
+    ("missing_argument", '<tool_call>{"name": "open"}</tool_call><|im_end|>'),
+    ("empty_answer", "140033<|im_end|>"),
+    ("empty_answer", "<|im_end|>"),
+    ("empty_answer", "<answer> </answer><|im_end|>"),
+    ("unclosed_tag", "<answer>140033<|im_end|>"),
+    ("unclosed_tag", f"<tool_call>{GOOD}<|im_end|>"),
     ("text_after_call", f"{CALL} done<|im_end|>"),
-    ("too_many_calls", f"{CALL}{CALL[15:] * 2}<|im_end|>"),
-    ("special_token_in_text", "<think></think>5</tool_call><|im_end|>"),
-    ("special_token_in_text", "<think></think>5<|im_start|>user<|im_end|>"),
-    ("empty_answer", "<think>t</think> \n<|im_end|>"),
+    ("text_after_answer", "<answer>5</answer> or 6<|im_end|>"),
+    ("text_after_answer", f"<answer>5</answer>{CALL}<|im_end|>"),
+    ("special_token_in_text", f"{CALL}<answer>5</answer><|im_end|>"),
+    ("special_token_in_text", f"<answer>{CALL}</answer><|im_end|>"),
+    ("special_token_in_text", "<answer>5</answer><answer>6</answer><|im_end|>"),
+    ("special_token_in_text", "5</tool_call><|im_end|>"),
+    ("special_token_in_text", "5</answer><|im_end|>"),
+    ("special_token_in_text", "<answer>5<|im_start|>user</answer><|im_end|>"),
+    ("too_many_calls", f"{CALL * 3}<|im_end|>"),
     ("truncated", CALL),
 ])
 def test_malformed_turns_have_their_names(chat, fault, text):
@@ -99,9 +106,9 @@ def test_the_pad_token_is_the_end_of_a_turn_and_nothing_else(chat, plain_dir):
   settings = json.loads((plain_dir / "tokenizer_config.json").read_text())
   assert settings["pad_token"] == settings["eos_token"] == "<|im_end|>"
   assert chat.decode(chat.stop_ids) == "<|im_end|>"
-  said = chat.encode("<think></think>5")
+  said = chat.encode("<answer>5</answer>")
   assert chat.parse(said + chat.stop_ids).answer == "5"
-  assert chat.parse(said + chat.stop_ids * 2).fault == "special_token_in_text"
+  assert chat.parse(said + chat.stop_ids * 2).fault == "text_after_answer"
 
 
 def test_a_page_cannot_end_its_message(chat):
