@@ -61,8 +61,9 @@ class Delimiters:
   A turn with calls is `think_open` … `think_close` `<tool_call>` `call_pad[0]` JSON `call_pad[1]`
   `</tool_call>`, further calls after `call_between`, then `turn_end`; one with an answer is
   `think_open` … `answer_open` … `answer_close` `turn_end`. `prefix` opens the assistant's turn;
-  `think_open` is empty when `prefix` has opened the thinking already. After `turn_end`, an observation is
-  `observe[0]` result (`observe[1]` result)* `observe[2]`, the last ending with `prefix`.
+  `think_open` is empty when `prefix` has opened the thinking already. After `turn_end`, an
+  observation is `observe[0]` result (`observe[1]` result)* `observe[2]`, the last ending with
+  `prefix`.
   """
   prefix: str
   think_open: str
