@@ -4,14 +4,15 @@
   python benchmarks/learner.py --trajectories   agents' trajectories: 20 % trained, long-tailed
   python benchmarks/learner.py --quick          a two-layer model, to see that it works
 
-An update is forward, backward, global-norm clip and AdamW. Every learner runs in a process of
-its own, the same weights and tokens, one update each in turn; the first two do not count (Tunix
-compiles in both); medians. float32 and each one's mixed precision: kr's bfloat16 products, torch's
-autocast, Tunix' bfloat16 model. In float32 all first losses must agree to 1e-4 a token, or
-nothing is reported. `share_of_gemm_peak`: the update's floating point operations (padding
-not counted) at its speed, over those of the fastest large product measured here in jax and torch in
-that precision. Weights: `bash launch/smollm2.sh`; without them, random ones of the same shape.
-Tunix needs `bash launch/peers.sh`.
+An update is forward, backward, global-norm clip and AdamW. Every learner runs in a process of its
+own on the same weights and tokens. kr meets one peer at a time (all together would not fit in 24
+GB), one update each in turn; the first two do not count (Tunix compiles in both); medians.
+float32 and each one's mixed precision: kr's bfloat16 products, torch's autocast, Tunix' bfloat16
+model. In float32 all first losses must agree to 1e-4 a token, or nothing is reported.
+`share_of_gemm_peak`: the update's floating point operations (padding not counted) at its speed,
+over those of the fastest large product measured here in jax and torch in that precision. Weights:
+`bash launch/smollm2.sh`; without them, random ones of the same shape. Tunix needs `bash
+launch/peers.sh`.
 """
 
 from __future__ import annotations
@@ -191,28 +192,24 @@ def commit() -> str:
 # -------------------------------------------------------------------- the run
 
 
-def start(directory: pathlib.Path, model: str, sequences: list[Sequence]) -> dict[str, Worker]:
-  """The workers of the wanted variants that are installed, by name."""
+def settings(directory: pathlib.Path, model: str, sequences: list[Sequence]
+             ) -> dict[str, tuple[str, dict[str, Any]]]:
+  """Each learner's python, and what its worker is told; writes the tokens beside."""
   np.savez(directory / "data.npz", tokens=np.concatenate([t for t, _ in sequences]),
            coefficients=np.concatenate([c for _, c in sequences]),
            lengths=[len(t) for t, _ in sequences])
-  longest = max(len(t) for t, _ in sequences)
+  longest, long = max(len(t) for t, _ in sequences), _TRAJECTORIES.value
   common = {"model": model, "data": str(directory / "data.npz"), "threads": threads(),
             "learning_rate": 1e-5, "clip_norm": 1.0, "weight_decay": 0.1}
-  long = _TRAJECTORIES.value
-  # Tunix accumulates over micro-batches of one sequence: full logits and plain attention of
-  # more do not fit in memory beside the others'.
-  settings = {
-    "kr": (sys.executable, {"row_tokens": longest, "row_buckets": 2 if long else 1,
+  # Tunix accumulates over micro-batches of one sequence: the full logits and plain attention of
+  # more do not fit in memory.
+  return {
+    "kr": (sys.executable, {**common, "row_tokens": longest, "row_buckets": 2 if long else 1,
                             "micro_rows": 2 if long else 4, "remat": "none"}),
-    "torch": (sys.executable, {"micro_rows": 4}),
+    "torch": (sys.executable, {**common, "micro_rows": 4}),
     "tunix": (str(ROOT / ".venv-peers" / "bin" / "python"),
-              {"micro_rows": 1 if long else 4, "pad_to": longest, "remat": False}),
+              {**common, "micro_rows": 1 if long else 4, "pad_to": longest, "remat": False}),
   }
-  wanted = dict.fromkeys(v.split(":")[0] for v in _VARIANTS.value)
-  return {name: Worker(settings[name][0], f"learner_{name}", {**common, **settings[name][1]},
-                       directory)
-          for name in wanted if installed(name)}
 
 
 def installed(name: str) -> bool:
@@ -220,6 +217,26 @@ def installed(name: str) -> bool:
   if name == "torch":
     return all(importlib.util.find_spec(m) for m in ("torch", "transformers"))
   return name == "kr" or (ROOT / ".venv-peers" / "bin" / "python").exists()
+
+
+def match(names: list[str], told: dict[str, Any], directory: pathlib.Path, repeats: int
+          ) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
+  """({variant: median seconds}, {variant: first loss}, versions) of learners in turn."""
+  workers = {n: Worker(told[n][0], f"learner_{n}", told[n][1], directory) for n in names}
+  variants = [v for v in _VARIANTS.value if v.split(":")[0] in workers]
+  run = lambda v: workers[v.split(":")[0]].update(v.split(":")[1])
+  first = {v: run(v)["loss"] for v in variants}
+  seconds: dict[str, list[float]] = {v: [] for v in variants}
+  for repeat in range(repeats + 1):
+    for v in variants:
+      taken = run(v)["seconds"]
+      if repeat:
+        seconds[v].append(taken)
+        print(f"update {repeat} of {repeats}: {v} {taken:.2f} s", file=sys.stderr)
+  for w in workers.values():
+    w.close()
+  return ({v: statistics.median(s) for v, s in seconds.items()}, first,
+          {k: x for w in workers.values() for k, x in w.versions.items()})
 
 
 def check_losses(first: dict[str, float], sequences: list[Sequence]) -> float:
@@ -233,29 +250,34 @@ def check_losses(first: dict[str, float], sequences: list[Sequence]) -> float:
   return gap
 
 
-def report(median: dict[str, float], first: dict[str, float], sequences: list[Sequence],
+def report(matches: list[dict[str, float]], first: dict[str, float], sequences: list[Sequence],
            config: dict[str, Any], peaks: dict[str, float], conditions: dict[str, Any]) -> None:
-  tokens = sum(len(t) for t, _ in sequences)
-  work = flops(config, sequences)
-  speed = {v: tokens / s for v, s in median.items()}
+  """matches: {variant: median seconds} of each. kr's speed is the median over them."""
+  tokens, work = sum(len(t) for t, _ in sequences), flops(config, sequences)
+  seconds = {v: statistics.median(m[v] for m in matches if v in m) for v in first}
   shares = {}
-  for v, s in median.items():
+  for v, s in seconds.items():
     kind = "float32" if v.endswith(":float32") else "bfloat16"
     shares[v] = work / s / max(p for name, p in peaks.items() if name.endswith(kind))
-    print(f"{v:16} {speed[v]:8.1f} tokens/s  {shares[v]:5.1%} of the {kind} product's peak  "
+    print(f"{v:16} {tokens / s:8.1f} tokens/s  {shares[v]:5.1%} of the {kind} product's peak  "
           f"loss {first[v]:.6f}", file=sys.stderr)
-  best = lambda name: max((speed[v] for v in speed if v.startswith(name + ":")), default=None)
-  peers = {name: best(name) for name in ("torch", "tunix") if best(name)}
-  ours = best("kr")
+
+  def best(name: str, of: dict[str, float]) -> float:
+    return min(s for v, s in of.items() if v.startswith(name + ":"))
+
+  peers, ratios = {}, {}
+  for m in matches:
+    for name in {v.split(":")[0] for v in m} - {"kr"}:
+      peers[name] = round(tokens / best(name, m), 1)
+      ratios[name] = round(best(name, m) / best("kr", m), 2)
   metric = "trajectory_tokens_per_s" if _TRAJECTORIES.value else "update_tokens_per_s"
   print(json.dumps({
-    "benchmark": "learner", "metric": metric, "unit": "tokens/s", "kr": round(ours, 1),
-    "peers": {k: round(x, 1) for k, x in peers.items()},
-    "ratios": {k: round(ours / x, 2) for k, x in peers.items()},
+    "benchmark": "learner", "metric": metric, "unit": "tokens/s",
+    "kr": round(tokens / best("kr", seconds), 1), "peers": peers, "ratios": ratios,
     "conditions": {
       **conditions, "precision": "each learner's best", "trained_share": round(
         sum(int(np.count_nonzero(c)) for _, c in sequences) / tokens, 3), "tokens": tokens,
-      "tokens_per_s": {k: round(x, 1) for k, x in speed.items()},
+      "tokens_per_s": {v: round(tokens / s, 1) for v, s in seconds.items()},
       "share_of_gemm_peak": {k: round(x, 3) for k, x in shares.items()},
       "gemm_peak_gflops": {k: round(x / 1e9, 1) for k, x in peaks.items()}}}), flush=True)
 
@@ -264,6 +286,10 @@ def main(argv: list[str]) -> None:
   del argv
   quick, long = _QUICK.value, _TRAJECTORIES.value
   repeats = 1 if quick else _REPEATS.value
+  wanted = list(dict.fromkeys(v.split(":")[0] for v in _VARIANTS.value))
+  present = [name for name in wanted if installed(name)]
+  if "kr" not in present:
+    raise SystemExit("--variants needs at least one of kr's: the others are compared to it")
   with tempfile.TemporaryDirectory() as text:
     directory = pathlib.Path(text)
     model, config = directory_of_weights(directory, quick)
@@ -273,29 +299,19 @@ def main(argv: list[str]) -> None:
       sequences = trajectories(config["vocab_size"], count, longest)
     else:
       sequences = rows(config["vocab_size"], *((2, 32) if quick else ()))
-    workers = start(directory, model, sequences)
-    variants = [v for v in _VARIANTS.value if v.split(":")[0] in workers]
-    run = lambda v: workers[v.split(":")[0]].update(v.split(":")[1])
-    first = {v: run(v)["loss"] for v in variants}
-    gap = check_losses(first, sequences)
-    seconds: dict[str, list[float]] = {v: [] for v in variants}
-    for repeat in range(repeats + 1):
-      for v in variants:
-        taken = run(v)["seconds"]
-        if repeat:
-          seconds[v].append(taken)
-          print(f"update {repeat} of {repeats}: {v} {taken:.2f} s", file=sys.stderr)
-    versions = {k: x for w in workers.values() for k, x in w.versions.items()}
-    for w in workers.values():
-      w.close()
-  median = {v: statistics.median(s) for v, s in seconds.items()}
+    told = settings(directory, model, sequences)
+    peers = [name for name in present if name != "kr"]
+    results = [match(["kr", *peer], told, directory, repeats)
+               for peer in ([[p] for p in peers] or [[]])]
+  first = {v: loss for _, losses, _ in results for v, loss in losses.items()}
   lengths = sorted(len(t) for t, _ in sequences)
-  report(median, first, sequences, config, peaks, {
+  report([seconds for seconds, _, _ in results], first, sequences, config, peaks, {
     "model": pathlib.Path(model).name if model == _MODEL.value else "random weights",
     "layers": config["num_hidden_layers"], "width": config["hidden_size"],
-    "rows": len(lengths), "lengths": lengths, "threads": threads(), **versions,
-    "loss_gap": float(f"{gap:.1e}"), "repeats": repeats, "quick": quick, "commit": commit(),
-    "missing": sorted({v.split(":")[0] for v in _VARIANTS.value} - set(workers))})
+    "rows": len(lengths), "lengths": lengths, "threads": threads(),
+    **{k: x for _, _, versions in results for k, x in versions.items()},
+    "loss_gap": float(f"{check_losses(first, sequences):.1e}"), "repeats": repeats,
+    "quick": quick, "commit": commit(), "missing": sorted(set(wanted) - set(present))})
 
 
 if __name__ == "__main__":
