@@ -42,7 +42,7 @@ def declare(cfg: ModelConfig) -> dict[str, Param]:
 
 
 def route(p: dict[str, Any], cfg: ModelConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """x [N,D] -> (weights [N,A] float32, experts [N,A] int32), A experts a token.
+  """x [B,T,D] -> (weights [B,T,A] float32, experts [B,T,A] int32), A experts a token.
 
   softmax: the A most probable. sigmoid (DeepSeek-AI, 2024, DeepSeek-V3, section 2.1.2): the bias
   helps to choose, but is not part of the weight; groups of experts are chosen first, by the sum
@@ -56,11 +56,11 @@ def route(p: dict[str, Any], cfg: ModelConfig, x: jax.Array) -> tuple[jax.Array,
     scores = jax.nn.sigmoid(scores)
     choice = scores + jax.lax.stop_gradient(p["router_bias"])
     if m.groups > 1:
-      grouped = choice.reshape(len(x), m.groups, -1)
-      best = jax.lax.top_k(grouped, 2)[0].sum(-1)  # [N,groups]
+      grouped = choice.reshape(*x.shape[:2], m.groups, -1)
+      best = jax.lax.top_k(grouped, 2)[0].sum(-1)  # [B,T,groups]
       _, kept = jax.lax.top_k(best, m.active_groups)
-      kept = jax.nn.one_hot(kept, m.groups, dtype=bool).any(1)  # [N,groups]
-      choice = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+      kept = jax.nn.one_hot(kept, m.groups, dtype=bool).any(2)  # [B,T,groups]
+      choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
   _, experts = jax.lax.top_k(jax.lax.stop_gradient(choice), m.active)
   weights = jnp.take_along_axis(scores, experts, -1)
   if m.normalise:
@@ -70,16 +70,13 @@ def route(p: dict[str, Any], cfg: ModelConfig, x: jax.Array) -> tuple[jax.Array,
 
 def apply(p: dict[str, Any], cfg: ModelConfig, x: jax.Array, how: Execution) -> jax.Array:
   """x [B,T,D] -> [B,T,D]."""
-  B, T, D = x.shape
-  weights, experts = route(p, cfg, x.reshape(-1, D))
-  A = cfg.moe.active
-  weights, experts = weights.reshape(B, T, A), experts.reshape(B, T, A)
+  router = {name: p[name] for name in ("router", "router_bias") if name in p}
   stacks = tuple(lora.matrix(p, f"experts_{name}") for name in ("gate", "up", "down"))
   mesh = sharding.current()
   if mesh is None:
-    y = _visit(x, weights, experts, *stacks, 0, how)
+    y = _visit(x, *route(router, cfg, x), *stacks, 0, how)
   else:
-    y = _visit_on_mesh(mesh, cfg, x, weights, experts, stacks, how)
+    y = _visit_on_mesh(mesh, cfg, x, router, stacks, how)
   if cfg.moe.shared:
     y = y + layers.mlp(p, x, how, prefix="shared_")
   return y
@@ -105,17 +102,18 @@ def _visit(x, weights, experts, gate, up, down, first, how: Execution) -> jax.Ar
   return jnp.zeros((B * T, D), jnp.float32).at[order // A].add(y).reshape(x.shape).astype(x.dtype)
 
 
-def _visit_on_mesh(mesh, cfg: ModelConfig, x, weights, experts, stacks, how: Execution
-                   ) -> jax.Array:
-  """`_visit` in pieces: tokens are gathered over the expert axis and parameters over fsdp;
-  contributions are summed over expert and tensor, and scattered back."""
+def _visit_on_mesh(mesh, cfg: ModelConfig, x, router, stacks, how: Execution) -> jax.Array:
+  """`_visit` in pieces: a device routes its own tokens (XLA would gather them all for top_k);
+  tokens are gathered over the expert axis and parameters over fsdp; contributions are summed
+  over expert and tensor, and scattered back."""
   declared = declare(cfg)
   rows = sharding.spec(mesh, ("rows", "tokens", None), x.shape)
   specs = [sharding.spec(mesh, p.axes, p.shape)
            for p in (declared["experts_gate"], declared["experts_up"], declared["experts_down"])]
   spread = "expert" in jax.tree.leaves(tuple(rows))  # whether rows are split over the expert axis
 
-  def local(x, weights, experts, gate, up, down):
+  def local(x, router, gate, up, down):
+    weights, experts = route(router, cfg, x)
     if spread:
       x, weights, experts = (jax.lax.all_gather(a, "expert", axis=0, tiled=True)
                              for a in (x, weights, experts))
@@ -129,8 +127,8 @@ def _visit_on_mesh(mesh, cfg: ModelConfig, x, weights, experts, stacks, how: Exe
       return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
     return jax.lax.psum(y, "expert") if split else y
 
-  return jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, *specs), out_specs=rows,
-                       check_vma=False)(x, weights, experts, *stacks)
+  return jax.shard_map(local, mesh=mesh, in_specs=(rows, P(), *specs), out_specs=rows,
+                       check_vma=False)(x, router, *stacks)
 
 
 def _whole(w: jax.Array, spec: P, axis: str) -> jax.Array:
