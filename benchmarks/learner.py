@@ -33,6 +33,9 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from kr.model import heap  # noqa: E402
+
 PEERS = pathlib.Path(__file__).resolve().parent / "peers"
 
 _TRAJECTORIES = flags.DEFINE_bool("trajectories", False, "A realistic batch, padded by peers.")
@@ -117,7 +120,7 @@ class Worker:
     path.write_text(json.dumps(given))
     self._process = subprocess.Popen(
       [python, str(PEERS / f"{script}.py"), str(path)], stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE, text=True)
+      stdout=subprocess.PIPE, text=True, env=heap.environment())  # as kr.train does
     self.script, self.versions = script, self._read()
 
   def _read(self) -> dict[str, Any]:
@@ -309,6 +312,7 @@ def main(argv: list[str]) -> None:
     "model": pathlib.Path(model).name if model == _MODEL.value else "random weights",
     "layers": config["num_hidden_layers"], "width": config["hidden_size"],
     "rows": len(lengths), "lengths": lengths, "threads": threads(),
+    "malloc": heap.HUGE_PAGES,
     **{k: x for _, _, versions in results for k, x in versions.items()},
     "loss_gap": float(f"{check_losses(first, sequences):.1e}"), "repeats": repeats,
     "quick": quick, "commit": commit(), "missing": sorted(set(wanted) - set(present))})

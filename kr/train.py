@@ -70,7 +70,6 @@ def main(argv: list[str]) -> None:
   if argv[1:]:
     raise wiring.UserError(f"kr.train takes flags only, not {' '.join(argv[1:])!r}; see --help")
   logging.set_verbosity(logging.WARNING)
-  heap.keep_freed()  # before JAX starts
   config = _CONFIG.value
   if _MESH.value is not None:
     config.learner.mesh = _MESH.value
@@ -371,4 +370,5 @@ def finished(workdir: wiring.Workdir, config: ConfigDict) -> bool:
 
 
 if __name__ == "__main__":
+  heap.use_huge_pages()
   wiring.main_guard(main)

@@ -14,7 +14,6 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from kr import types  # noqa: E402
-from kr.model import heap  # noqa: E402
 from kr.model import hf  # noqa: E402
 from kr.model.config import Execution  # noqa: E402
 from kr.rl import batch as batch_lib  # noqa: E402
@@ -40,7 +39,6 @@ def trajectory(number: int, count: int, tokens: np.ndarray, coefficients: np.nda
 
 
 def main() -> None:
-  heap.keep_freed()
   given = worker.describe()
   sequences = worker.sequences(given["data"])
   items = [trajectory(i, len(sequences), *s) for i, s in enumerate(sequences)]
