@@ -1,7 +1,7 @@
 """A real small language model learns to use tools: SmolLM2-135M-Instruct on an offline web.
 
-The first prompt shows three worked examples, recorded with the real tools on training tasks: without
-any, next to none of the sampled calls is valid. Tasks are one-hop look-ups: search, open, answer.
+The first prompt shows three worked examples and three first calls, recorded with the real tools on
+training tasks. Tasks are one-hop look-ups: search, open, answer.
 
 Command:   bash launch/smollm2.sh
            python -m kr.train --config=configs/smollm2.py --workdir=runs/smollm2
@@ -29,11 +29,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   c.start = dict(dir="starts/smollm2", rebuild=False, command="bash launch/smollm2.sh")
 
   # Every token of the prompt is paid for in each update, so results and turns are short.
-  # examples: worked ones in the first prompt, about 200 tokens each.
+  # examples: worked ones in the first prompt, 200 tokens each; openings: first calls only, 45 each.
   c.agent = dict(
     system="Research the question with the tools, then answer.",
     declare="brief",
     examples=3,
+    openings=3,
     max_turns=5,
     max_context_tokens=1280,
     max_turn_tokens=64,

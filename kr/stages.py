@@ -112,11 +112,11 @@ def make_start(workdir: wiring.Workdir, config: ConfigDict, world: world_lib.Wor
 def make_examples(workdir: wiring.Workdir, config: ConfigDict, train: Sequence[types.Task]
                   ) -> list[types.Task]:
   """Records the first prompt's examples, unless they are there; the tasks that remain to train."""
-  count = config.agent.get("examples", 0)
+  count, openings = config.agent.get("examples", 0), config.agent.get("openings", 0)
   if not count:
     return list(train)
   with users_error("config.agent.examples"):
-    if not workdir.examples.is_file() or len(fewshot.load(workdir.examples)) != count:
+    if not workdir.examples.is_file() or len(fewshot.load(workdir.examples)) != count + openings:
       bare = config.copy_and_resolve_references()
       bare.agent.examples = 0
       toolbox = wiring.build_toolbox(bare, workdir)
@@ -124,7 +124,7 @@ def make_examples(workdir: wiring.Workdir, config: ConfigDict, train: Sequence[t
 
       async def record() -> list[types.Trajectory]:
         try:
-          return await fewshot.record(train, count, chat=chat, toolbox=toolbox,
+          return await fewshot.record(train, count, openings, chat=chat, toolbox=toolbox,
                                       limits=wiring.limits(bare))
         finally:
           await toolbox.aclose()

@@ -51,7 +51,7 @@ def test_every_first_prompt_shows_the_examples_and_the_server_computes_them_once
   for t in done:
     ids = t.segments[0].tokens[:t.turns[0].start]
     text = tokenizer.decode(ids, skip_special_tokens=False)
-    assert text.count("<tool_call>") >= 6 and t.task.question in text
+    assert text.count("<tool_call>") >= 9 and t.task.question in text
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
   counts = [(t.meta["cached_tokens"], t.meta["prompt_tokens"]) for t in done]
   assert sum(2 * cached > prompt for cached, prompt in counts) >= 3, counts
@@ -61,6 +61,6 @@ def test_no_task_of_an_example_is_trained_or_evaluated(run):
   shown = [row["task"] for row in rows(run / "examples.jsonl")]
   heldout = rows(run / "tasks" / "heldout.jsonl")
   entities = {title for task in heldout for title in task["meta"]["entities"]}
-  assert len(shown) == 3
+  assert len(shown) == 6
   assert not {title for task in shown for title in task["meta"]["entities"]} & entities
   assert not {task["id"] for task in shown} & {t.task.id for t in trajectories(run)}

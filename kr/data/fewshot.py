@@ -7,6 +7,7 @@ turns of the conversation (`kr.agent.chat.Chat`, `examples`). No held-out entity
 from __future__ import annotations
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -22,16 +23,18 @@ from kr.tools.base import Toolbox
 _TRIED = 200  # tasks that are looked at for one that a straight researcher solves
 
 
-async def record(tasks: Sequence[types.Task], count: int, *, chat: Chat, toolbox: Toolbox,
-                 limits: loop.Limits) -> list[types.Trajectory]:
+async def record(tasks: Sequence[types.Task], count: int, openings: int = 0, *, chat: Chat,
+                 toolbox: Toolbox, limits: loop.Limits) -> list[types.Trajectory]:
   """`count` correct trajectories of different attributes, in the order of `tasks`.
 
+  `openings` more come before them, cut to the question and the first call: for a quarter of the
+  tokens they show the step that small models get wrong most.
   Without thinking: notes that say little would be imitated. chat: without examples of its own.
   Deterministic. Raises ValueError when the first tasks do not give so many.
   """
   found: list[types.Trajectory] = []
   for n, task in enumerate(tasks[:_TRIED]):
-    if len(found) == count:
+    if len(found) == count + openings:
       break
     if task.meta["attribute"] in [t.task.meta["attribute"] for t in found]:
       continue
@@ -43,10 +46,12 @@ async def record(tasks: Sequence[types.Task], count: int, *, chat: Chat, toolbox
       for turn in trajectory.turns:
         turn.think = ""
       found.append(trajectory)
-  if len(found) < count:
-    raise ValueError(f"only {len(found)} examples for {count} were found among the first "
-                     f"{min(_TRIED, len(tasks))} training tasks: ask for fewer")
-  return found
+  if len(found) < count + openings:
+    raise ValueError(f"only {len(found)} examples for {count + openings} were found among the "
+                     f"first {min(_TRIED, len(tasks))} training tasks: ask for fewer")
+  for trajectory in found[count:]:
+    trajectory.turns = [dataclasses.replace(trajectory.turns[0], results=[])]
+  return found[count:] + found[:count]
 
 
 def save(examples: Sequence[types.Trajectory], path: str | os.PathLike) -> None:

@@ -28,13 +28,14 @@ def chat_dir(tmp_path_factory):
   return path
 
 
-def record(world, tasks, count, chat_dir):
+def record(world, tasks, count, chat_dir, openings=0):
   async def run():
     search = Search(world.index_path, top_k=2, snippet_words=8)
     toolbox = Toolbox([search, *Browser(world.store, search, lines=7, max_chars=600).tools()])
     chat = Chat(chat_dir, toolbox.specs, "Research.", declare="brief", max_calls=2)
     try:
-      return await fewshot.record(tasks, count, chat=chat, toolbox=toolbox, limits=LIMITS)
+      return await fewshot.record(
+          tasks, count, openings, chat=chat, toolbox=toolbox, limits=LIMITS)
     finally:
       await toolbox.aclose()
 
@@ -53,6 +54,17 @@ def test_examples_are_solved_training_tasks_of_different_attributes(examples, sp
   assert sorted(ids.index(t.task.id) for t in examples) == [
       ids.index(t.task.id) for t in examples]
   assert len({t.task.meta["attribute"] for t in examples}) == 3
+
+
+def test_openings_come_first_and_hold_a_question_and_a_call(tiny_world, splits, chat_dir, examples):
+  found = record(tiny_world, splits[0], 1, chat_dir, openings=2)
+  assert [t.task.id for t in found] == [examples[i].task.id for i in (1, 2, 0)]
+  for t in found[:2]:
+    assert len(t.turns) == 1 and t.turns[0].calls and not t.turns[0].results
+  chat = Chat(chat_dir, [], "Research.", examples=found)
+  asked = [t.task.question for t in found] + ["And now?"]
+  shown = chat.decode(chat.prompt("And now?"))
+  assert sorted(asked, key=shown.index) == asked
 
 
 def test_no_held_out_entity_is_on_the_way(examples, splits):
