@@ -8,7 +8,6 @@ device, collectives are read from the partitioned program, FLOPs are counted by 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 import dataclasses
 import json
 import math
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
+from kr import experiment
 from kr import wiring
 from kr.model import abstract
 from kr.model import cost
@@ -36,9 +36,6 @@ from kr.rl import loss as loss_lib
 
 GIB = 2.0 ** 30
 GROWTH = 4  # how many times more devices than asked for an advice may take
-# config -> how the model is run, the adapters if any, the optimizer
-LearnerParts = Callable[[ml_collections.ConfigDict],
-                        tuple[Execution, Lora | None, optax.GradientTransformation]]
 
 
 class Setting(NamedTuple):
@@ -85,14 +82,14 @@ class Plan(NamedTuple):
 # -------------------------------------------------------------------- from the config
 
 
-def read(config: ml_collections.ConfigDict, parts: LearnerParts) -> Setting:
-  """The setting of a config; `parts` makes what the learner is given. Raises ValueError.
+def read(config: ml_collections.ConfigDict) -> Setting:
+  """The setting of a config. Raises ValueError.
 
   A step is thought as long as it can get: all trajectories fill their context, the policy samples
   all tokens that it may.
   """
   rl, agent = config.rl, config.agent
-  how, lora, optimizer = parts(config)
+  how, lora, optimizer = experiment.learner_parts(config)
   if how.attention not in ("plain", "auto"):  # a kernel that this machine cannot compile
     how = dataclasses.replace(how, attention="blockwise")
   trajectories = rl.tasks_per_step * rl.group_size
@@ -348,14 +345,13 @@ def write(sizes: dict[str, int]) -> str:
   return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1)
 
 
-def advise(config: ml_collections.ConfigDict, parts: LearnerParts, plan: Plan, name: str
-           ) -> list[str]:
+def advise(config: ml_collections.ConfigDict, plan: Plan, name: str) -> list[str]:
   """Tries one remedy after the other until the step fits; says what each brings."""
   chip, given, out, best = cost.CHIPS[name], {}, [], plan.total_bytes
-  for change in remedies(read(config, parts), plan, chip):
+  for change in remedies(read(config), plan, chip):
     trial = ml_collections.ConfigDict(config)
     trial.update_from_flattened_dict(given | change)
-    plan = make(read(trial, parts))
+    plan = make(read(trial))
     flags = " ".join(f"--config.{key}={value}" for key, value in (given | change).items())
     out.append(f"  {flags}\n    {plan.total_bytes / GIB:.2f} GiB: {verdict(plan, chip)}")
     if plan.total_bytes <= chip.hbm_bytes:
@@ -366,13 +362,13 @@ def advise(config: ml_collections.ConfigDict, parts: LearnerParts, plan: Plan, n
           "--config.rl.row_tokens and --config.agent.max_context_tokens):", *out]
 
 
-def main(config: ml_collections.ConfigDict, parts: LearnerParts, name: str) -> int:
+def main(config: ml_collections.ConfigDict, name: str) -> int:
   """Prints the plan of a config on its mesh of chips `name`; -> 0 if it fits, else 1.
 
   Must come before jax has seen its devices: it makes as many as the mesh has.
   """
   try:
-    s = read(config, parts)
+    s = read(config)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", GROWTH * device_count(s.mesh))
     jax.config.update("jax_enable_compilation_cache", False)  # what is kept is not dumped
@@ -381,7 +377,7 @@ def main(config: ml_collections.ConfigDict, parts: LearnerParts, name: str) -> i
     print(table(s, plan, name), flush=True)
     if plan.total_bytes <= cost.CHIPS[name].hbm_bytes:
       return 0
-    print("", *advise(config, parts, plan, name), sep="\n", flush=True)
+    print("", *advise(config, plan, name), sep="\n", flush=True)
   except ValueError as e:
     raise wiring.UserError(f"--plan: {e}") from e
   return 1

@@ -8,7 +8,7 @@ import re
 import ml_collections
 import pytest
 
-from kr import train
+from kr import experiment
 from kr import wiring
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -90,7 +90,7 @@ def config():
 def test_a_learner_that_cannot_be_is_refused_before_anything_starts(config, change, words):
   config.update_from_flattened_dict(change)
   with pytest.raises(wiring.UserError, match=words):
-    train.check_config(config)
+    experiment.check_config(config)
 
 
 def test_a_run_that_began_before_there_were_learner_options_goes_on_as_it_was(config, tmp_path):
@@ -99,22 +99,22 @@ def test_a_run_that_began_before_there_were_learner_options_goes_on_as_it_was(co
   del old.learner, old.rl.row_buckets
   workdir.save_config(old)
   (workdir.checkpoints / "1").mkdir(parents=True)  # so that every key binds
-  train.adopt_config(workdir, config)
+  experiment.adopt_config(workdir, config)
   assert workdir.load_config().learner.precision == "float32"
 
   workdir.save_config(old)
   config.learner.lora_rank = 8
   with pytest.raises(wiring.UserError, match="learner.lora_rank: 0 → 8"):
-    train.adopt_config(workdir, config)
+    experiment.adopt_config(workdir, config)
 
 
 def test_a_run_may_move_to_other_devices_but_not_to_another_optimizer(config, tmp_path):
   workdir = wiring.Workdir.create(tmp_path / "run")
   (workdir.checkpoints / "1").mkdir(parents=True)
-  train.adopt_config(workdir, config)
+  experiment.adopt_config(workdir, config)
   config.learner.update(mesh="fsdp=8", remat="block", scan=True)
-  train.adopt_config(workdir, config)
+  experiment.adopt_config(workdir, config)
   assert workdir.load_config().learner.mesh == "fsdp=8"
   config.learner.optimizer = "muon"
   with pytest.raises(wiring.UserError, match="learner.optimizer: 'adamw' → 'muon'"):
-    train.adopt_config(workdir, config)
+    experiment.adopt_config(workdir, config)

@@ -4,7 +4,8 @@
     binaries import anything, nothing imports a binary;  configs import ml_collections only
 
 jax appears in the model, in rl.loss, in rl.learner and in binaries only. kr.wiring is what
-the binaries share, kr.stages and kr.plan are parts of kr.train: binaries alone import them.
+the binaries share, kr.stages, kr.experiment and kr.plan are parts of kr.train: binaries alone
+import them.
 """
 
 import ast
@@ -16,7 +17,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BINARIES = {"train", "evaluate", "synthesize", "serve", "ask", "view", "convert"}
-SHARED = {"wiring", "stages", "plan"}  # of the binaries
+SHARED = {"wiring", "stages", "experiment", "plan"}  # of the binaries
 # Room -> the rooms that it may import, besides itself and kr.types.
 ROOMS = {
     "types": set(),

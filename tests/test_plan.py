@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from kr import plan
-from kr import train
+from kr import experiment
 from kr import wiring
 from kr.model import cost
 from kr.model import hlo
@@ -137,7 +137,7 @@ def test_the_pod_configs_hold_the_published_models(name, total, active):
   cfg = plan.model_of(config)
   assert cost.total_parameters(cfg) == pytest.approx(total, rel=2e-3)
   assert sum(cost.active_parameters(cfg)) == pytest.approx(active, rel=2e-3)
-  train.check_config(config)
+  experiment.check_config(config)
   wiring.limits(config)
   assert config.rl.row_tokens <= cfg.max_len
   across = {**dict.fromkeys(sharding.AXES, 1), **sharding.parse(config.learner.mesh)}
@@ -160,9 +160,9 @@ def test_a_model_at_hand_counts_more_than_the_config(tmp_path, monkeypatch):
 def test_a_kernel_that_a_cpu_cannot_compile_is_planned_blockwise():
   config = get_config("qwen3_8b")
   config.learner.attention = "splash"
-  assert plan.read(config, train.learner_parts).how.attention == "blockwise"
-  assert plan.read(config, train.learner_parts).trained_share == 50 * 512 / 32768
-  assert dataclasses.asdict(plan.read(config, train.learner_parts).how)["remat"] == "block"
+  assert plan.read(config).how.attention == "blockwise"
+  assert plan.read(config).trained_share == 50 * 512 / 32768
+  assert dataclasses.asdict(plan.read(config).how)["remat"] == "block"
 
 
 @pytest.mark.slow

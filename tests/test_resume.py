@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kr import stages
-from kr import train
+from kr import experiment
 from kr import wiring
 from kr.model import checkpoint
 from kr.model import hf
@@ -172,14 +172,14 @@ def bits(tree) -> dict[str, bytes]:
 def test_adapters_begin_at_the_starting_policy_and_are_resumed_apart_from_it(workdir, config):
   config.learner.update(lora_rank=2, lora_targets=("wq", "down"))
   checkpoints = Checkpoints(workdir.checkpoints)
-  learner, step, _ = train.make_learner(workdir, config, checkpoints)
+  learner, step, _ = experiment.make_learner(workdir, config, checkpoints)
   assert step == 0
   begin, _ = hf.load(workdir.start)
   assert bits(checkpoint.restore_policy(checkpoints.policy_path(0))[0]) == bits(begin)
 
   learner.params = jax.tree.map(lambda a: a + 0.01, learner.params)
-  checkpoints.save(1, *learner.state(), train.meta_of(learner, {"loss": 0.5}))
-  again, step, meta = train.make_learner(workdir, config, checkpoints)
+  checkpoints.save(1, *learner.state(), experiment.meta_of(learner, {"loss": 0.5}))
+  again, step, meta = experiment.make_learner(workdir, config, checkpoints)
   assert step == 1 and meta["metrics"] == {"loss": 0.5}
   assert bits(again.params) == bits(learner.params)
   served = bits(checkpoint.restore_policy(checkpoints.policy_path(1))[0])
@@ -196,5 +196,5 @@ def test_what_this_machine_or_model_cannot_do_is_said_before_anything_runs(
     workdir, config, change, words):
   config.learner.update(change)
   with pytest.raises(wiring.UserError, match=f"config.learner: .*{words}"):
-    train.make_learner(workdir, config, Checkpoints(workdir.checkpoints))
+    experiment.make_learner(workdir, config, Checkpoints(workdir.checkpoints))
   assert not workdir.checkpoints.exists()
