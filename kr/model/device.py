@@ -17,8 +17,12 @@ from kr.model.slots import Slots
 
 # Prompt tokens that a row takes in one prefill call -> the numbers of rows of such a call.
 PREFILL_ROWS = {16: (4, 32), 64: (4, 32), 256: (8,)}
-DECODE_ROWS = (8, 32)  # and the number of slots, and 1 where reading the weights takes the time
-LARGE_BYTES = 64 * 2 ** 20  # of weights, more than a processor caches
+DECODE_ROWS = (8, 32)  # and the number of slots
+# Of a model with that many bytes of weights, more than a processor caches, padding rows cost more
+# than further calls, and a sequence by itself is worth a program.
+LARGE_BYTES = 64 * 2 ** 20
+LARGE_PREFILL_ROWS = {16: (1, 4, 16), 64: (1, 4, 16), 256: (1, 4)}
+LARGE_DECODE_ROWS = (1, 8, 32)
 
 
 def bucket(n: int, sizes: tuple[int, ...]) -> int:
@@ -35,9 +39,11 @@ class Device:
     capacity = self.slots.capacity
     self.spans = tuple(2 ** i for i in range(7, 31) if 2 ** i < capacity) + (capacity,)
     self.prefill_spans = self.spans[1:] or self.spans
-    self.chunks = {c: rows for c, rows in PREFILL_ROWS.items() if c <= capacity} or {capacity: (4,)}
     large = sum(4 * np.size(a) for a in jax.tree.leaves(params)) > LARGE_BYTES
-    self.rows = tuple(r for r in (1,) * large + DECODE_ROWS if r < slots) + (slots,)
+    chunks = LARGE_PREFILL_ROWS if large else PREFILL_ROWS
+    self.chunks = {c: rows for c, rows in chunks.items() if c <= capacity} or {capacity: (4,)}
+    self.rows = LARGE_DECODE_ROWS if large else DECODE_ROWS
+    self.rows = tuple(r for r in self.rows if r < slots) + (slots,)
     self._cache = decode.init_cache(cfg, slots + 1, capacity)  # the last slot takes padding rows
     self._scratch: decode.Cache | None = None  # memory for the decode calls of one shape
     self._shapes = self._shapes_of(params)
@@ -76,9 +82,10 @@ class Device:
     """The chunk length that suits what the slot is missing."""
     return bucket(self.slots.missing(slot), tuple(self.chunks))
 
-  def row_limit(self, chunk: int) -> int:
-    """How many rows one prefill call takes at that chunk length."""
-    return self.chunks[chunk][-1]
+  def row_limit(self, chunk: int, waiting: int) -> int:
+    """How many of the waiting rows one prefill call takes at that chunk length."""
+    rows = self.chunks[chunk]
+    return max((r for r in rows if r <= waiting), default=rows[0]) if 1 in rows else rows[-1]
 
   def prefill(self, slots: list[int], T: int, scored: bool) -> list[tuple[int, np.ndarray]]:
     """Computes up to T missing tokens of each slot.

@@ -333,7 +333,8 @@ class Engine:
       return False
     # The rows of a call have the same chunk length; the oldest request says which.
     _, chunk, scored = pending[0]
-    slots = [s for s, *kind in pending if kind == [chunk, scored]][:self._device.row_limit(chunk)]
+    slots = [s for s, *kind in pending if kind == [chunk, scored]]
+    slots = slots[:self._device.row_limit(chunk, len(slots))]
     self.counts["prefill_tokens"] += sum(min(chunk, self._slots.missing(s)) for s in slots)
     scores = self._device.prefill(slots, chunk, scored)
     if scored:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kr.model import device
 from kr.model import transformer
 from kr.model.config import ModelConfig
 from kr.model.engine import Engine, EngineError
@@ -99,6 +100,23 @@ def test_64_concurrent_requests_get_what_each_would_get_alone(engine):
   for i in range(0, 64, 7):
     alone = run(engine, prompts[i], max_new_tokens=5 + i % 9, temperature=0.0)
     assert alone.ids == results[i].ids
+
+
+def test_the_shapes_for_a_large_model_give_the_same_results(monkeypatch):
+  monkeypatch.setattr(device, "LARGE_BYTES", 0)
+  engine = Engine(OLD, CFG, slots=8, max_len=60, steps=4)
+  calls = []
+  prefill, decode = engine._device.prefill, engine._device.decode
+  engine._device.prefill = lambda slots, *a: calls.append(len(slots)) or prefill(slots, *a)
+  engine._device.decode = lambda slots, *a: calls.append(-len(slots)) or decode(slots, *a)
+  prompts = [prompt(i, 20 + i) for i in range(5)]
+  futures = together(engine, [Request(f"r{i}", p, max_new_tokens=4 + 4 * (i == 2))
+                              for i, p in enumerate(prompts)])
+  results = [f.result(WAIT_S) for f in futures]
+  engine.stop()
+  assert calls == [4, 1, -5, -1]  # no padding rows but for those five
+  for p, r in zip(prompts, results):
+    np.testing.assert_allclose(r.logprobs, logprobs(p + r.ids)[len(p) - 1:], atol=3e-5)
 
 
 def test_the_next_turn_recomputes_only_what_is_new(engine):
