@@ -110,7 +110,8 @@ def _visit_on_mesh(mesh, cfg: ModelConfig, x, router, stacks, how: Execution) ->
   rows = sharding.spec(mesh, ("rows", "tokens", None), x.shape)
   specs = [sharding.spec(mesh, p.axes, p.shape)
            for p in (declared["experts_gate"], declared["experts_up"], declared["experts_down"])]
-  spread = "expert" in jax.tree.leaves(tuple(rows))  # whether rows are split over the expert axis
+  split = "expert" in tuple(specs[0])  # else the axis does not divide them: all have all experts
+  spread = split and "expert" in jax.tree.leaves(tuple(rows))  # rows are split over it too
 
   def local(x, router, gate, up, down):
     weights, experts = route(router, cfg, x)
@@ -118,12 +119,11 @@ def _visit_on_mesh(mesh, cfg: ModelConfig, x, router, stacks, how: Execution) ->
       x, weights, experts = (jax.lax.all_gather(a, "expert", axis=0, tiled=True)
                              for a in (x, weights, experts))
     gate, up, down = (_whole(w, s, "fsdp") for w, s in zip((gate, up, down), specs))
-    split = "expert" in tuple(specs[0])
     first = jax.lax.axis_index("expert") * gate.shape[0] if split else 0
     y = _visit(x, weights, experts, gate, up, down, first, how)
     if "tensor" in tuple(specs[0]):
       y = jax.lax.psum(y, "tensor")
-    if split and spread:
+    if spread:
       return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
     return jax.lax.psum(y, "expert") if split else y
 

@@ -40,6 +40,8 @@ EXPERTS = dataclasses.replace(
   DENSE, layers=1, kv_heads=4, tied=False, mla=MlaConfig(8, 8, 4, 4, 4),
   moe=MoeConfig(experts=8, active=2, mlp=8, layers=(0,), score="sigmoid", groups=2,
                 active_groups=1, shared=1))
+UNEVEN = dataclasses.replace(  # an expert axis of 4 does not divide the experts
+  EXPERTS, moe=MoeConfig(experts=6, active=2, mlp=8, layers=(0,)))
 SCAN = Execution(scan=True)  # the reference is unrolled and recomputes nothing
 ALONE = ("data=8", "fsdp=8", "context=8", "tensor=8", "expert=8")
 MIXED = ("tensor=2,fsdp=4", "data=2,expert=2,context=2", "expert=2,fsdp=2,tensor=2")
@@ -117,6 +119,7 @@ def main():
                        a.state(), b.state()))
   compare("dense restored", MIXED[0], b, b.update(BATCH)["loss"], one, one.update(BATCH)["loss"])
   check("experts", EXPERTS, ALONE + MIXED[1:])
+  check("uneven", UNEVEN, ["data=2,expert=4"])
   check("adapters", DENSE, MIXED[:1], lora=Lora(2, 4.0, ("wq", "wo", "down")))
   check("muon", DENSE, MIXED[:1], kind="muon")
 
