@@ -187,7 +187,8 @@ def _common(keys: _Keys) -> dict[str, Any]:
 
 def _window(keys: _Keys, family: str, layers: int) -> dict[str, Any]:
   """Which layers look back how far. Qwen3-MoE: all or none."""
-  used, size = keys.flag("use_sliding_window", False), keys.take("sliding_window", 0)
+  used = keys.flag("use_sliding_window", False)
+  size = keys.take("sliding_window", _REQUIRED if used else 0)  # transformers' default: 4,096
   after = keys.take("max_window_layers", 0 if family == "qwen3_moe" else 28)
   window = size if used else 0
   if window and family == "qwen3_moe" and after:

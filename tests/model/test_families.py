@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,6 +203,15 @@ def test_cached_decoding_equals_the_full_forward_pass(name, made):
   np.testing.assert_allclose(log_probs[0], np.asarray(want)[np.arange(4), tokens[0]], atol=2e-5)
 
 
+def test_the_nnx_module_is_the_functions_over_its_state():
+  cfg = families.from_hf({**SMALL, **CASES["llama-linear"]})
+  params = transformer.init(cfg, 3)
+  model = transformer.Transformer(cfg, params)
+  np.testing.assert_allclose(model(TOKENS[:1]), logits(params, cfg, TOKENS[:1]), atol=1e-5)
+  state = nnx.to_pure_dict(nnx.state(model))["params"]
+  jax.tree.map(np.testing.assert_array_equal, state, params)
+
+
 # What the published config.json of Kimi-K2 says, but for its quantisation, and Moonlight's.
 KIMI_K2 = dict(
     architectures=["DeepseekV3ForCausalLM"], model_type="kimi_k2", attention_bias=False,
@@ -262,6 +272,11 @@ def test_moonlight_has_16_billion_parameters():
 def test_what_kr_does_not_compute_is_refused_by_name(base, changes, says):
   with pytest.raises(ValueError, match=says):
     families.from_hf({**base, **changes})
+
+
+def test_a_window_without_its_length_is_missing_it_and_is_not_the_whole_context():
+  with pytest.raises(KeyError, match="sliding_window"):
+    families.from_hf({**SMALL, "model_type": "qwen2", "use_sliding_window": True})
 
 
 @pytest.mark.parametrize("changes", [
