@@ -28,9 +28,6 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "experts": "expert",
-    "latent": None,
-    "head_dim": None,
-    "layers": None,
     None: None,
 }
 
