@@ -4,7 +4,7 @@ Command:   python -m kr.train --config=configs/moonlight_16b.py --workdir=runs/m
            (after: hf download moonshotai/Moonlight-16B-A3B-Instruct --local-dir
            models/Moonlight-16B-A3B-Instruct)
 Hardware:  32 TPU v5p chips.
-Time:      not yet run.
+Time:      not yet run: the loop of kr.train does not span several hosts yet.
 Score:     not yet run.
 
 Latent attention, 64 routed and 2 shared experts, and Muon, with which the model was made. Its

@@ -68,7 +68,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
   # How the update is computed. mesh: such as "fsdp=4,tensor=2", empty for one device.
   # precision: float32, mixed or bfloat16. remat: none, dots, block or offload. optimizer: adamw
-  # or muon. schedule: constant, cosine, linear or wsd, over rl.steps. lora_rank: 0 trains all.
+  # or muon. schedule: constant, cosine, linear or wsd, over rl.steps; where these are raised to
+  # extend a run, it goes on along the longer schedule. lora_rank: 0 trains all.
   c.learner = dict(
       mesh="", precision="float32", remat="none", scan=False, attention="auto", head_chunk=1024,
       optimizer="adamw", schedule="constant", lora_rank=0, lora_alpha=32.0, lora_targets=())

@@ -3,7 +3,7 @@
 Command:   python -m kr.train --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
            (after: hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B)
 Hardware:  128 TPU v5p chips.
-Time:      not yet run.
+Time:      not yet run: the loop of kr.train does not span several hosts yet.
 Score:     not yet run.
 
 The experts are spread over 8 chips, each of which computes its 16 for the rows of all 8.

@@ -3,7 +3,7 @@
 Command:   python -m kr.train --config=configs/qwen3_8b.py --workdir=runs/qwen3_8b
            (after: hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B)
 Hardware:  256 TPU v5e chips, one pod.
-Time:      not yet run.
+Time:      not yet run: the loop of kr.train does not span several hosts yet.
 Score:     not yet run.
 
 Rows are as long as the context that the model was trained with; tokens of a row are split over

@@ -89,8 +89,10 @@ class Learner:
   """What is trained, the optimizer's state, and one `update` a step.
 
   params: the policy, a tree of host or device arrays. mesh: where it is put, as the table in
-  `kr.model.sharding` says; None: the default device. how: precision, rematerialisation and so
-  on. lora: the policy is frozen, and adapters beside it are trained (made from `seed`).
+  `kr.model.sharding` says; None: the default device, in a copy. Arrays that lie on the mesh
+  already become the learner's own, and its first update gives their memory away. how: precision,
+  rematerialisation and so on. lora: the policy is frozen, and adapters beside it are trained
+  (made from `seed`).
 
   `params` is what is trained: the policy, or its adapters. `policy` is the policy either way.
   """
