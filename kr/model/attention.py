@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kr.model import blockwise
+from kr.model import ops
 from kr.model import sharding
 from kr.model import splash
 
@@ -137,10 +138,11 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.A
   B, T, H, h = q.shape
   K = k.shape[2]
   q = q.reshape(B, T, K, H // K, h)
-  scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+  scores = ops.einsum("btkgh,bskh->bkgts", q, k)
   scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
   weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-  return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, H, v.shape[-1])
+  out = ops.einsum("bkgts,bskh->btkgh", weights, v).astype(v.dtype)
+  return out.reshape(B, T, H, v.shape[-1])
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, *, causal: bool,

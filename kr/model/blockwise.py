@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kr.model import ops
+
 # Lower than any score, and the score of what is masked, lower still: exp(MASKED - LOW) = 0.
 LOW, MASKED = -1e30, float(jnp.finfo(jnp.float32).min)
 FAR = jnp.iinfo(jnp.int32).max
-
-_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class Blocks(NamedTuple):
@@ -73,7 +73,7 @@ def _forward(q, k, v, queries, keys, window, sizes):
       s = _scores(q, ks[j], index, segment, of, j, window)
       new = jnp.maximum(top, s.max(1))
       p, fade = jnp.exp(s - new[:, None]), jnp.exp(top - new)
-      out = out * fade[:, None] + _product("ksm,ksv->kvm", p.astype(vs.dtype), vs[j])
+      out = out * fade[:, None] + ops.einsum("ksm,ksv->kvm", p.astype(vs.dtype), vs[j])
       return t + 1, new, total * fade + p.sum(1), out
 
     seen, count = _visible(at, of, n, window)
@@ -104,10 +104,10 @@ def _backward(window, sizes, saved, g):
       t, dq, dk, dv = c
       j = seen[t]
       p = jnp.exp(_scores(q, ks[j], index, segment, of, j, window) - log_sum[:, None])
-      ds = (p * (_product("ksv,kmv->ksm", vs[j], g) - own[:, None])).astype(q.dtype)
-      dv = dv.at[j].add(_product("ksm,kmv->ksv", p.astype(g.dtype), g))
-      dk = dk.at[j].add(_product("ksm,kmh->ksh", ds, q))
-      return t + 1, dq + _product("ksm,ksh->khm", ds, ks[j]), dk, dv
+      ds = (p * (ops.einsum("ksv,kmv->ksm", vs[j], g) - own[:, None])).astype(q.dtype)
+      dv = dv.at[j].add(ops.einsum("ksm,kmv->ksv", p.astype(g.dtype), g))
+      dk = dk.at[j].add(ops.einsum("ksm,kmh->ksh", ds, q))
+      return t + 1, dq + ops.einsum("ksm,ksh->khm", ds, ks[j]), dk, dv
 
     seen, count = _visible(at, of, n, window)
     start = 0, jnp.zeros((K, q.shape[-1], q.shape[1])), *c
@@ -135,7 +135,7 @@ def _scores(q, k, index, segment, of, j, window):
   see = (k_index[:, None] <= index) & (k_segment[:, None] == segment) & (segment > 0)
   if window:
     see &= index - k_index[:, None] < window
-  return jnp.where(see, _product("ksh,kmh->ksm", k, q), MASKED)
+  return jnp.where(see, ops.einsum("ksh,kmh->ksm", k, q), MASKED)
 
 
 def _visible(at, of, i, window):

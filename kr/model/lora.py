@@ -11,8 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
+from kr.model import ops
 from kr.model.sharding import ZEROS, Param
 
 
@@ -95,4 +94,4 @@ def matrix(p: dict[str, Any], name: str, stacked: int = 0) -> Any:
   first, split = inputs[0] - 1 + stacked, inputs[-1] + stacked
   batch = letters[:first]
   spec = f"{letters[:split]}z,{batch}z{letters[split:]}->{letters}"
-  return w + jnp.einsum(spec, p[f"{name}_lora_a"], p[f"{name}_lora_b"]).astype(w.dtype)
+  return w + ops.einsum(spec, p[f"{name}_lora_a"], p[f"{name}_lora_b"]).astype(w.dtype)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from kr.model import layers
 from kr.model import lora
+from kr.model import ops
 from kr.model import sharding
 from kr.model.config import Execution, ModelConfig
 from kr.model.sharding import ZEROS, Param
@@ -49,7 +50,8 @@ def route(p: dict[str, Any], cfg: ModelConfig, x: jax.Array) -> tuple[jax.Array,
   of their two best.
   """
   m = cfg.moe
-  scores = x.astype(jnp.float32) @ p["router"].astype(jnp.float32)  # always float32: it decides
+  # Always in float32: it decides.
+  scores = ops.einsum("btd,de->bte", x.astype(jnp.float32), p["router"].astype(jnp.float32))
   if m.score == "softmax":
     scores = choice = jax.nn.softmax(scores, -1)
   else:
@@ -87,6 +89,7 @@ def _visit(x, weights, experts, gate, up, down, first, how: Execution) -> jax.Ar
   B, T, D = x.shape
   E, A = gate.shape[0], experts.shape[-1]
   dtype = x.dtype if how.precision == "float32" else jnp.bfloat16
+  precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None  # as in `ops.einsum`
   mine = experts.reshape(-1) - first  # [N·A]
   mine = jnp.where((mine >= 0) & (mine < E), mine, E)  # E: another device's
   order = jnp.argsort(mine)  # stable: a token's row keeps its place within an expert
@@ -94,7 +97,7 @@ def _visit(x, weights, experts, gate, up, down, first, how: Execution) -> jax.Ar
   rows = x.reshape(-1, D)[order // A].astype(dtype)  # [N·A,D], sorted by expert
 
   def product(a: jax.Array, w: jax.Array) -> jax.Array:
-    return jax.lax.ragged_dot(a.astype(dtype), w.astype(dtype), sizes,
+    return jax.lax.ragged_dot(a.astype(dtype), w.astype(dtype), sizes, precision=precision,
                               preferred_element_type=jnp.float32)
 
   y = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)  # rows of others: 0

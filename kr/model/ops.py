@@ -23,6 +23,17 @@ def project(spec: str, x: jax.Array, w: jax.Array, how: Execution, out: Any = No
   return _product(spec, jnp.bfloat16, x, w).astype(out or x.dtype)
 
 
+def einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """`jnp.einsum`, summed and returned in float32.
+
+  Where both are float32 they are multiplied as such: left to itself a GPU would round them to
+  TF32's 10 bits, and a TPU to bfloat16's 7.
+  """
+  exact = a.dtype == b.dtype == jnp.float32
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32,
+                    precision=jax.lax.Precision.HIGHEST if exact else None)
+
+
 def linear(spec: str, x: jax.Array, p: dict[str, Any], name: str, how: Execution) -> jax.Array:
   """`project` with the parameter `name` of p, and with its adapter where p has one.
 
@@ -43,7 +54,7 @@ def linear(spec: str, x: jax.Array, p: dict[str, Any], name: str, how: Execution
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(spec, kind, x, w):
-  return jnp.einsum(spec, x.astype(kind), w.astype(kind), preferred_element_type=jnp.float32)
+  return einsum(spec, x.astype(kind), w.astype(kind))
 
 
 def _forward(spec, kind, x, w):
@@ -58,11 +69,10 @@ def _backward(spec, kind, saved, g):
   inputs, out = spec.split("->")
   a, b = inputs.split(",")
   g = g.astype(kind)
-  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  d_x = product(f"{out},{b}->{a}", g, w)
+  d_x = einsum(f"{out},{b}->{a}", g, w)
   if kind == jnp.bfloat16 and sharding.current() is None:
     a, out, x, g = _two_sums(a, b, out, x, g)
-  return d_x.astype(x_type.dtype), product(f"{a},{out}->{b}", x, g).astype(w_type.dtype)
+  return d_x.astype(x_type.dtype), einsum(f"{a},{out}->{b}", x, g).astype(w_type.dtype)
 
 
 def _two_sums(a, b, out, x, g):

@@ -1,5 +1,6 @@
 """One update is the same on one device, on any mesh, in few shapes, in less precision."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from kr.model import transformer
-from kr.model.config import Execution, ModelConfig
+from kr.model.config import Execution, ModelConfig, MoeConfig
+from kr.model.lora import Lora
 from kr.rl import batch as batch_lib
 from kr.rl import learner as learner_lib
 from kr.rl.learner import Learner, micro_batches, padded
@@ -152,6 +154,20 @@ def test_less_precision_keeps_float32_weights_and_nearly_the_loss(precision):
   for a in jax.tree.leaves((less.params, grads)):
     assert a.dtype == np.float32
   assert {a.dtype.name for a in jax.tree.leaves(less.opt_state)} == {"float32", "int32"}
+
+
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_float32_products_are_not_left_to_what_an_accelerator_makes_of_them(attention):
+  """A GPU would use TF32, a TPU bfloat16; on CPU only the program's text tells."""
+  cfg = dataclasses.replace(CFG, layers=2, moe=MoeConfig(4, 2, 8, layers=(1,)))
+  one = Learner(cfg, transformer.init(cfg, 1), OPTIMIZER, micro_rows=8,
+                how=Execution(attention=attention), lora=Lora(2, 4.0, ("wq", "experts_up")))
+  rows = next(micro_batches(batch_lib.pack(ITEMS, 16, 8), 8))
+  text = learner_lib._accumulate.lower(
+    one.params, one._frozen, one.params, rows, cfg, one.how, one.lora).as_text()
+  products = [line for line in text.splitlines() if "dot_general" in line or "ragged_dot" in line]
+  assert len(products) > 30
+  assert [line for line in products if "[HIGHEST, HIGHEST]" not in line] == []
 
 
 def test_a_skipped_step_leaves_the_optimizer_as_it_was():
