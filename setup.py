@@ -44,6 +44,7 @@ TEST = [
     *SMOLLM2,
     "pytest>=8,<10",
     "hypothesis>=6.100,<7",         # property tests
+    "pytest-xdist>=3.6,<4",         # the suite on both cores
     # The reference for the parity test: kr.model against transformers' Qwen3, on the CPU.
     "transformers>=5.0,<6",
     "torch>=2.9,<2.14; python_version < '3.12'",

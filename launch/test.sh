@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
 # The whole test suite, in .venv; needs Python 3.12 or 3.11 with pip, no GPU.
 #
-#   bash launch/test.sh                    everything
+#   bash launch/test.sh                    everything that needs no large download
+#   bash launch/test.sh --all              and what does: SmolLM2, 93 MB
 #   bash launch/test.sh --fast             without the tests marked slow
 #   bash launch/test.sh tests/rl -k loss   what pytest takes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/venv.sh
 
+all=""
 arguments=()
 for argument in "$@"; do
   if [[ "$argument" == --fast ]]; then
     arguments+=(-m "not slow")
+  elif [[ "$argument" == --all ]]; then
+    all=yes
   else
     arguments+=("$argument")
   fi
 done
 
 ensure_venv test
-exec .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"}
+if [[ -n "$all" ]]; then
+  bash launch/smollm2.sh
+fi
+# A process a core; a file's tests stay together, and the longest files come first.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"}
