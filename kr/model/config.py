@@ -153,7 +153,8 @@ class Execution:
   precision: float32; mixed (matrix products in bfloat16, accumulated in float32, all else
     float32); bfloat16 (activations too; norms, softmax, loss and parameters stay float32).
   remat: what the backward pass finds stored of a layer: `none` recomputes nothing, `dots`
-    keeps matrix products, `block` keeps the layer's input, `offload` keeps that in host memory.
+    keeps products with parameters (attention is computed again), `block` keeps the layer's
+    input, `offload` keeps that in host memory.
   scan: one compiled layer for a run of equal layers, instead of one for each. Compiles fast,
     which is what deep models want; unrolled runs faster on CPU.
   attention: auto, or a name in `kr.model.attention`.
