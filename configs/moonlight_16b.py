@@ -4,7 +4,8 @@ Command:   python -m kr.train --config=configs/moonlight_16b.py --workdir=runs/m
            (after: hf download moonshotai/Moonlight-16B-A3B-Instruct --local-dir
            models/Moonlight-16B-A3B-Instruct)
 Hardware:  32 TPU v5p chips.
-Time:      not yet run: the loop of kr.train does not span several hosts yet.
+Time:      not yet run: the loop of kr.train does not span several hosts yet, and the model's
+           tokenizer comes as tiktoken's file, where kr wants a tokenizer.json.
 Score:     not yet run.
 
 Latent attention, 64 routed and 2 shared experts, and Muon, with which the model was made. Its
