@@ -86,11 +86,12 @@ def _attention(q, old_k, old_v, new_k, new_v, visible):
   B, T, H, h = q.shape
   K, S, v = old_k.shape[1], old_k.shape[3], old_v.shape[3]
   q = q.reshape(B, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, h)  # [B,K,G*T,k]
-  scores = jnp.concatenate([q @ old_k, q @ new_k], -1)
+  dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # as the learner's
+  scores = jnp.concatenate([dot(q, old_k), dot(q, new_k)], -1)
   scores = scores.reshape(B, K, H // K, T, -1)
   scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
   weights = jax.nn.softmax(scores, -1).reshape(B, K, -1, scores.shape[-1])
-  out = weights[..., :S] @ old_v + weights[..., S:] @ new_v  # [B,K,G*T,v]
+  out = dot(weights[..., :S], old_v) + dot(weights[..., S:], new_v)  # [B,K,G*T,v]
   return out.reshape(B, K, H // K, T, v).transpose(0, 3, 1, 2, 4).reshape(B, T, H, v)
 
 
