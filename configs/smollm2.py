@@ -5,9 +5,12 @@ training tasks. Tasks are one-hop look-ups: search, open, answer.
 
 Command:   bash launch/smollm2.sh
            python -m kr.train --config=configs/smollm2.py --workdir=runs/smollm2
-Hardware:  two CPU cores, 8 GiB of memory, 4 GiB of disk, no GPU.
-Time:      not yet run to its end.
-Score:     not yet run to its end.
+Hardware:  two CPU cores, 12 GiB of memory, 10 GiB of disk, no GPU.
+Time:      not yet run to its end. A step of 24 trajectories (20,000 tokens) took 19 s to roll
+           out, 161 s to update and 5 s to publish, on two cores that others loaded as well.
+Score:     not yet run to its end. Before training, of 104 samples at temperature 1 the first call
+           is valid in 0 % without examples, in 0 % with one, in 69 % with three and three first
+           calls (as here; 5 % of the answers are right); with three alone in 49 % of 128.
 
 `--config=configs/smollm2.py:tiny` takes two small steps through every stage, for tests.
 """
@@ -36,19 +39,19 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     examples=3,
     openings=3,
     max_turns=5,
-    max_context_tokens=1280,
+    max_context_tokens=1024,
     max_turn_tokens=64,
     max_calls=1,
   )
   c.tools = dict(top_k=1, snippet_words=4, lines=7, max_chars=600, python_wall_s=5.0)
-  c.server = dict(slots=16, max_len=1280, start_timeout_s=300.0, max_restarts=3)
+  c.server = dict(slots=16, max_len=1024, start_timeout_s=300.0, max_restarts=3)
   c.rollout = dict(concurrency=16, budget_s=0.0)  # 0: every trajectory ends in its step
 
   c.rl = dict(
-    steps=100, tasks_per_step=8, group_size=4,
+    steps=60, tasks_per_step=4, group_size=6,
     gamma=0.95, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
     learning_rate=1e-5, b2=0.99, warmup_steps=5, clip_norm=1.0, weight_decay=0.0,
-    row_tokens=1280, micro_rows=1, row_buckets=1, max_logprob_gap=1e-3, keep_checkpoints=2,
+    row_tokens=1024, micro_rows=1, row_buckets=1, max_logprob_gap=1e-3, keep_checkpoints=2,
   )
   # As in configs/quickstart.py. Float32: the server samples in it, and the two must agree.
   c.learner = dict(
