@@ -15,6 +15,7 @@ import pathlib
 import sys
 
 from absl import flags
+from absl import logging
 
 from kr import wiring
 from kr.model import checkpoint
@@ -37,7 +38,10 @@ def main(argv: list[str]) -> None:
   for name, value in (("source", _SOURCE.value), ("out", _OUT.value)):
     if not value:
       raise wiring.UserError(f"--{name} is missing; see --help")
+  logging.set_verbosity(logging.WARNING)
   source, out = pathlib.Path(_SOURCE.value), pathlib.Path(_OUT.value)
+  if source.resolve() in out.resolve().parents:  # a run removes its checkpoints in time
+    raise wiring.UserError(f"--out={out} lies inside of --source={source}: choose another place")
 
   if source.is_file():
     if _TOKENIZER.value:
@@ -47,8 +51,9 @@ def main(argv: list[str]) -> None:
   elif (source / "config.json").is_file() and not (source / "checkpoints").is_dir():
     if _DTYPE.value:
       raise wiring.UserError("an Orbax policy is float32: leave --dtype out")
-    params, cfg = hf.load(source)
     tokenizer = pathlib.Path(_TOKENIZER.value or source).resolve()
+    hf.check_tokenizer(tokenizer, hf.read_config(source))
+    params, cfg = hf.load(source)
     checkpoint.save_policy(out, params, cfg, str(tokenizer))
     kind = "Orbax policy"
   elif (source / "policy").is_dir():

@@ -64,6 +64,8 @@ def test_bfloat16_on_request(policy, tmp_path):
     ([f"--source={ROOT / 'README.md'}", "--out=x"], "README.md is no GGUF file"),
     ([f"--source={START}", "--out=x", "--dtype=bfloat16"], "leave --dtype out"),
     ([f"--source={START}", f"--out={START}"], "exists already"),
+    ([f"--source={START}", f"--out={START}/new"], "inside of --source"),
+    ([f"--source={START}", "--out=x", "--tokenizer=/nowhere"], "/nowhere has no tokenizer.json"),
 ])
 def test_the_error_says_what_is_wrong(arguments, says):
   names = ("source", "out", "dtype", "tokenizer")

@@ -37,6 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
                    "generation_config.json")
 _CHUNK_BYTES = 4 * 2**20  # of a parameter that are in host memory beside the device's at a time
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # their files' names
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # old files repeat what config.json says
 
 _log = logging.getLogger("kr")
@@ -55,12 +56,7 @@ def export(params: dict[str, Any], cfg: ModelConfig, tokenizer_dir: str | os.Pat
   tokenizer_dir holds no tokenizer, or if out_dir is something else than an earlier export.
   """
   tokenizer_dir = pathlib.Path(tokenizer_dir)
-  for name in TOKENIZER_FILES[:2]:
-    if not (tokenizer_dir / name).is_file():
-      raise HfError(f"{tokenizer_dir} has no {name}: give the directory of a saved tokenizer")
-  ids = _token_ids(tokenizer_dir)
-  if over := {k: i for k, i in ids.items() if i >= cfg.vocab}:
-    raise HfError(f"the tokenizer's {over} lie outside of the model's {cfg.vocab} tokens")
+  ids = check_tokenizer(tokenizer_dir, cfg)
   try:
     config = {**families.to_hf(cfg), **ids}
   except ValueError as e:
@@ -112,9 +108,10 @@ def write(out_dir: str | os.PathLike[str], config: dict[str, Any], files: dict[s
   something else than an earlier export, or cannot be written.
   """
   out = pathlib.Path(out_dir).absolute()
-  new = out.with_name(out.name + ".tmp")
-  text = json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n"
   _check_out(out)
+  new = out.with_name(out.name + ".tmp")
+  _check_out(new)  # what a killed export left there may go, nothing else
+  text = json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n"
   try:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -128,25 +125,45 @@ def write(out_dir: str | os.PathLike[str], config: dict[str, Any], files: dict[s
     shutil.rmtree(new, ignore_errors=True)
 
 
+def check_tokenizer(tokenizer_dir: str | os.PathLike[str], cfg: ModelConfig) -> dict[str, Any]:
+  """`_token_ids` of a tokenizer that is whole and fits the model, else HfError."""
+  tokenizer_dir = pathlib.Path(tokenizer_dir)
+  for name in TOKENIZER_FILES[:2]:
+    if not (tokenizer_dir / name).is_file():
+      raise HfError(f"{tokenizer_dir} has no {name}: give the directory of a saved tokenizer")
+  ids = _token_ids(tokenizer_dir)
+  if over := {k: i for k, i in ids.items() if i >= cfg.vocab}:
+    raise HfError(f"the tokenizer's {over} lie outside of the model's {cfg.vocab} tokens")
+  return ids
+
+
 def _token_ids(tokenizer_dir: pathlib.Path) -> dict[str, Any]:
   """The ids that config.json repeats from the tokenizer: end of turn and padding."""
-  settings = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
-  added = {t["content"]: t["id"]
-           for t in json.loads((tokenizer_dir / "tokenizer.json").read_text())["added_tokens"]}
   out = {}
-  for key in ("bos_token", "eos_token", "pad_token"):
-    token = settings.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
-    if token in added:
-      out[key + "_id"] = added[token]
+  try:
+    settings = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
+    added = {t["content"]: t["id"]
+             for t in json.loads((tokenizer_dir / "tokenizer.json").read_text())["added_tokens"]}
+    for key in ("bos_token", "eos_token", "pad_token"):
+      token = settings.get(key)
+      token = token.get("content") if isinstance(token, dict) else token
+      if token in added:
+        out[key + "_id"] = added[token]
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise HfError(f"the tokenizer in {tokenizer_dir} is damaged: {type(e).__name__}: {e}") from e
   return out
 
 
 def _check_out(out: pathlib.Path) -> None:
-  """Refuses to replace what is not a model."""
-  if out.exists() and (not out.is_dir() or
-                       (any(out.iterdir()) and not (out / "config.json").is_file())):
+  """Refuses to replace what is not an export: another's files, a run, a checkpoint."""
+  if out.parent == out or out.exists() and not out.is_dir():
     raise HfError(f"{out} exists and is not a Hugging Face model: choose another directory")
+  names = {p.name for p in out.iterdir()} if out.is_dir() else set()
+  other = sorted(n for n in names if n not in (*TOKENIZER_FILES, "config.json", shards.INDEX)
+                 and not _WEIGHTS.fullmatch(n))
+  if other or names and "config.json" not in names:
+    raise HfError(f"{out} exists and is not a Hugging Face model that kr wrote (it holds "
+                  f"{', '.join(other[:3] or sorted(names)[:3])}): choose another directory")
 
 
 def _replace(new: pathlib.Path, out: pathlib.Path) -> None:
@@ -156,6 +173,7 @@ def _replace(new: pathlib.Path, out: pathlib.Path) -> None:
     return
   _check_out(out)
   old = out.with_name(out.name + ".old")
+  _check_out(old)
   shutil.rmtree(old, ignore_errors=True)
   out.rename(old)
   new.rename(out)

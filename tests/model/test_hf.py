@@ -5,6 +5,7 @@ Every family against transformers: test_families.py.
 
 import json
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -80,6 +81,28 @@ def test_export_never_overwrites_what_is_not_a_model(tokenizer_dir, tmp_path):
   with pytest.raises(hf.HfError, match="choose another directory"):
     hf.export(random_params(CFG), CFG, tokenizer_dir, precious)
   assert (precious / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["out", "out.tmp", "out.old"])
+@pytest.mark.parametrize("other", ["buffer.db", "README.md", "checkpoints", "model.gguf"])
+def test_export_never_takes_others_files_away(where, other, tokenizer_dir, tmp_path):
+  """A run's workdir has a config.json too, and so has a model that was downloaded."""
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  (tmp_path / where).mkdir(exist_ok=True)
+  (tmp_path / where / "config.json").write_text("{}")
+  (tmp_path / where / other).write_text("mine")
+  with pytest.raises(hf.HfError, match=f"{where} exists and is not .*{other}.*another directory"):
+    hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  assert (tmp_path / where / other).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_export_says_that_a_tokenizer_is_damaged(name, text, tokenizer_dir, tmp_path):
+  shutil.copytree(tokenizer_dir, tmp_path / "tok")
+  (tmp_path / "tok" / name).write_text(text)
+  with pytest.raises(hf.HfError, match="the tokenizer in .* is damaged"):
+    hf.export(random_params(CFG), CFG, tmp_path / "tok", tmp_path / "out")
 
 
 def test_export_refuses_a_directory_without_a_tokenizer(tmp_path):
