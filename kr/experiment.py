@@ -43,6 +43,9 @@ def learner_parts(config: ConfigDict
                      f"head_chunk={c.head_chunk} at least 1")
   how = Execution(precision=c.precision, remat=c.remat, scan=c.scan, attention=c.attention,
                   head_chunk=c.head_chunk)
+  if c.lora_targets and not c.lora_rank:
+    raise ValueError(f"lora_targets={tuple(c.lora_targets)!r} without a lora_rank would train all "
+                     "parameters: set lora_rank, or leave lora_targets empty")
   adapters = Lora(c.lora_rank, c.lora_alpha, tuple(c.lora_targets)) if c.lora_rank else None
   return how, adapters, make_optimizer(
       rl.learning_rate, rl.warmup_steps, rl.clip_norm, rl.weight_decay, rl.b2, kind=c.optimizer,
@@ -109,17 +112,30 @@ _LATER = {
 
 
 def check_config(config: ConfigDict) -> None:
-  """Refuses values out of range before anything starts."""
+  """Refuses missing keys and values out of range before anything starts."""
+  if missing := [key for key in _LATER if key.split(".")[1] not in config.get(
+      key.split(".")[0], {})]:
+    raise wiring.UserError(f"the config lacks {', '.join(missing)}: take them over from "
+                           "configs/quickstart.py")
   rl = config.rl
+  for key in ("eval.tasks", "eval.samples", "eval.concurrency", "rollout.concurrency",
+              "server.slots"):
+    section, name = key.split(".")
+    if config[section][name] < 1:
+      raise wiring.UserError(f"{key}={config[section][name]} must be at least 1")
   with stages.users_error("config.rl"):
     reward.step_rewards(types.StopReason.ANSWERED, True, 1, rl.gamma, rl.format_penalty)
     advantage.negative_sample_control([], rl.negatives_keep, np.random.default_rng(0))
-    if min(rl.tasks_per_step, rl.group_size, rl.micro_rows) < 1:
-      raise ValueError("tasks_per_step, group_size and micro_rows must be at least 1")
+    if min(rl.tasks_per_step, rl.group_size, rl.micro_rows, rl.row_tokens) < 1:
+      raise ValueError("tasks_per_step, group_size, micro_rows and row_tokens must be at least 1")
     if rl.steps < 0 or not rl.learning_rate > 0:
       raise ValueError("steps must not be negative, and learning_rate must be above 0")
     if odd := [k for k, v in rl.items() if isinstance(v, float) and not np.isfinite(v)]:
       raise ValueError(f"{', '.join(odd)} must be finite")
+    if not 0 <= rl.b2 < 1 or not rl.clip_norm > 0 or min(rl.warmup_steps, rl.weight_decay) < 0:
+      raise ValueError(f"b2={rl.b2} must be at least 0 and below 1, clip_norm={rl.clip_norm} above "
+                       f"0, warmup_steps={rl.warmup_steps} and weight_decay={rl.weight_decay} not "
+                       "negative")
     if rl.keep_checkpoints < 2:
       raise ValueError("keep_checkpoints must be at least 2: the server may still need the last "
                        "policy while the next one is published")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 import dataclasses
-import json
 import math
 import pathlib
 import re
@@ -26,6 +25,7 @@ from kr import wiring
 from kr.model import abstract
 from kr.model import cost
 from kr.model import families
+from kr.model import hf
 from kr.model import hlo
 from kr.model import sharding
 from kr.model import transformer
@@ -35,6 +35,7 @@ from kr.rl import learner
 from kr.rl import loss as loss_lib
 
 GIB = 2.0 ** 30
+MOST = 1024  # devices of a mesh: each is a virtual one here
 GROWTH = 4  # how many times more devices than asked for an advice may take
 
 
@@ -108,14 +109,14 @@ def model_of(config: ml_collections.ConfigDict) -> ModelConfig:
   """
   path = pathlib.Path(config.start.dir, "config.json")
   if path.is_file():
-    data = json.loads(path.read_text())
-  elif not (data := wiring.plain(config.get("model", ml_collections.ConfigDict()))):
+    return hf.read_config(path.parent)
+  if not (data := wiring.plain(config.get("model", ml_collections.ConfigDict()))):
     raise wiring.UserError(f"start.dir={config.start.dir} holds no config.json, and the config has "
                            "no `model` to plan with")
   try:
     return families.from_hf(data)
-  except (ValueError, KeyError) as e:
-    raise wiring.UserError(f"the model of {config.start.dir}: {e}") from e
+  except (ValueError, KeyError, TypeError) as e:
+    raise wiring.UserError(f"config.model: {e}") from e
 
 
 # -------------------------------------------------------------------- compiled, not run
@@ -126,7 +127,9 @@ def device_count(mesh: str) -> int:
   sizes = sharding.parse(mesh)
   if -1 in sizes.values():
     raise ValueError("a plan needs every mesh axis as a number: there are no devices to count")
-  return math.prod(sizes.values())
+  if (n := math.prod(sizes.values())) > MOST:
+    raise ValueError(f"the mesh {mesh} has {n} devices; a plan makes {MOST} at most")
+  return n
 
 
 def make(s: Setting) -> Plan:

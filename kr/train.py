@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     raise wiring.UserError(f"kr.train takes flags only, not {' '.join(argv[1:])!r}; see --help")
   logging.set_verbosity(logging.WARNING)
   config = _CONFIG.value
-  if _MESH.value is not None:
+  if _MESH.value is not None and "learner" in config:
     config.learner.mesh = _MESH.value
   experiment.check_config(config)
   if _PLAN.value:

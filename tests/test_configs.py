@@ -85,11 +85,29 @@ def config():
     ({"learner.schedule": "cosine"}, "more steps in total"),  # 3, and a warm-up of 5
     ({"learner.lora_rank": -1}, "lora_rank=-1"),
     ({"learner.lora_rank": 4, "learner.lora_alpha": 0.0}, "lora_alpha=0.0"),
+    ({"learner.lora_rank": 4, "learner.lora_alpha": float("inf")}, "lora_alpha=inf"),
+    ({"learner.lora_targets": ("wq",)}, "without a lora_rank"),
     ({"rl.row_buckets": 12}, "config.rl: row_buckets=12"),
+    ({"rl.row_tokens": 0}, "row_tokens must be at least 1"),
+    ({"rl.b2": 1.0}, "b2=1.0"),
+    ({"rl.clip_norm": 0.0}, "clip_norm=0.0"),
+    ({"rl.warmup_steps": -3}, "warmup_steps=-3"),
+    ({"rl.weight_decay": -1.0}, "weight_decay=-1.0"),
+    ({"rollout.concurrency": 0}, "rollout.concurrency=0 must be at least 1"),
+    ({"eval.samples": 0}, "eval.samples=0 must be at least 1"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_a_learner_that_cannot_be_is_refused_before_anything_starts(config, change, words):
   config.update_from_flattened_dict(change)
   with pytest.raises(wiring.UserError, match=words):
+    experiment.check_config(config)
+
+
+def test_a_config_without_the_learner_is_refused_with_the_keys_that_it_lacks(config):
+  del config.learner.remat
+  with pytest.raises(wiring.UserError, match="lacks learner.remat: take"):
+    experiment.check_config(config)
+  del config.learner
+  with pytest.raises(wiring.UserError, match="lacks learner.mesh, learner.precision"):
     experiment.check_config(config)
 
 

@@ -144,6 +144,21 @@ def test_the_pod_configs_hold_the_published_models(name, total, active):
   assert config.rl.micro_rows % (across["data"] * across["fsdp"] * across["expert"]) == 0
 
 
+@pytest.mark.parametrize("text, says", [("{", "is damaged"), ('{"model_type": "gpt2"}', "gpt2")])
+def test_a_broken_config_json_is_named(text, says, tmp_path):
+  config = get_config("qwen3_8b")
+  config.start.dir = str(tmp_path)
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=says) as error:
+    plan.model_of(config)
+  assert str(tmp_path) in wiring.explain(error.value)
+
+
+def test_a_mesh_beyond_what_can_be_planned_is_refused():
+  with pytest.raises(ValueError, match="fsdp=1000000 has 1000000 devices"):
+    plan.device_count("fsdp=1000000")
+
+
 def test_without_a_model_the_plan_says_so():
   config = get_config("qwen3_8b")
   config.model = {}

@@ -26,9 +26,9 @@ class Lora:
 
   def __post_init__(self):
     object.__setattr__(self, "targets", tuple(self.targets))
-    if self.rank < 1 or not self.alpha > 0:
+    if self.rank < 1 or not 0 < self.alpha < math.inf:
       raise ValueError(f"lora_rank={self.rank} must be at least 1, and lora_alpha={self.alpha} "
-                       "above 0")
+                       "above 0 and finite")
 
 
 def matrix_axes(name: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -54,6 +54,11 @@ def declare(declared: dict[str, Param], lora: Lora) -> dict[str, Param]:
   if unknown := [name for name in targets if name not in matrices]:
     raise ValueError(f"lora_targets has {', '.join(unknown)}; this model's matrices are "
                      f"{', '.join(matrices)}")
+  sides = lambda name: [math.prod(declared[name].shape[i] for i in axes)
+                        for axes in matrix_axes(name, len(declared[name].shape))]
+  if lora.rank > (most := max(min(sides(name)) for name in targets)):
+    raise ValueError(f"lora_rank={lora.rank} is more than the {most} that the largest of these "
+                     f"matrices has: {', '.join(targets)}")
   out = {}
   for name in targets:
     p = declared[name]

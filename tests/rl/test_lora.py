@@ -131,5 +131,7 @@ def test_a_state_with_adapters_continues_to_the_bit():
 def test_a_target_that_the_model_lacks_is_refused_with_what_it_has():
   with pytest.raises(ValueError, match="lora_targets has q_proj; .* wq, wk, wv, wo"):
     learner(DENSE, Lora(2, 4.0, ("wq", "q_proj")))
+  with pytest.raises(ValueError, match="lora_rank=1000 is more than"):
+    learner(DENSE, Lora(1000, 4.0))
   with pytest.raises(ValueError, match="lora_rank=0"):
     Lora(0, 4.0)
