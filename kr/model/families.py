@@ -35,6 +35,23 @@ _HARMLESS = set("""
   num_nextn_predict_layers num_mtp_layers model_max_length
 """.split())
 _REQUIRED = object()
+# The least that a whole number may be, and the most.
+_COUNTS = {
+  **dict.fromkeys("""
+    vocab_size hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
+    max_position_embeddings original_max_position_embeddings num_experts_per_tok
+    moe_intermediate_size decoder_sparse_step moe_layer_freq kv_lora_rank qk_nope_head_dim
+    qk_rope_head_dim v_head_dim n_group topk_group""".split(), (1, 2 ** 31)),
+  **dict.fromkeys("""
+    q_lora_rank n_shared_experts first_k_dense_replace sliding_window
+    max_window_layers""".split(), (0, 2 ** 31)),
+  **dict.fromkeys("num_hidden_layers num_experts num_local_experts n_routed_experts".split(),
+                  (1, 2 ** 16)),
+}
+_POSITIVE = set("""rms_norm_eps rope_theta factor low_freq_factor high_freq_factor beta_fast
+  beta_slow attention_factor routed_scaling_factor""".split())
+_KINDS = {"mlp_only_layers": list, "layer_types": list, "rope_scaling": dict,
+          "rope_parameters": dict}
 
 
 class _Keys:
@@ -45,9 +62,10 @@ class _Keys:
     self._seen = set(_HARMLESS)
 
   def take(self, key: str, default: Any = _REQUIRED) -> Any:
-    """A key's value; the default if it is missing or null. Raises KeyError."""
+    """A key's value; the default if it is missing or null. Raises KeyError, ValueError."""
     self._seen.add(key)
     if (value := self._data.get(key)) is not None:
+      _check(key, value)
       return value
     if default is _REQUIRED:
       raise KeyError(key)
@@ -72,6 +90,18 @@ class _Keys:
                        f"what it means for this family")
 
 
+def _check(key: str, value: Any) -> None:
+  """Refuses what a key cannot be: text for a number, nothing, not a number, the absurd."""
+  if key in _COUNTS:
+    least, most = _COUNTS[key]
+    if type(value) is not int or not least <= value <= most:
+      raise ValueError(f"{key}={value!r} must be a whole number from {least} to {most}")
+  if key in _POSITIVE and (type(value) not in (int, float) or not 0 < value < math.inf):
+    raise ValueError(f"{key}={value!r} must be a number above 0")
+  if key in _KINDS and not isinstance(value, _KINDS[key]):
+    raise ValueError(f"{key}={value!r} must be a {_KINDS[key].__name__}")
+
+
 # -------------------------------------------------------------------- reading
 
 
@@ -81,7 +111,10 @@ def from_hf(data: dict[str, Any]) -> ModelConfig:
   Raises ValueError naming the architecture, key or value that kr does not compute, KeyError
   for a key that is missing.
   """
-  family = _SAME.get(data.get("model_type"), data.get("model_type"))
+  if not isinstance(data, dict):
+    raise ValueError(f"not a config: {str(data)[:40]!r}")
+  family = str(data.get("model_type"))
+  family = _SAME.get(family, family)
   if family not in ARCHITECTURES:
     raise ValueError(f"model_type {data.get('model_type')!r} is not supported; supported: "
                      f"{', '.join(sorted({*ARCHITECTURES, *_SAME}))}")

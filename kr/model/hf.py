@@ -262,6 +262,8 @@ def _piece(reader: shards.Reader, cfg: ModelConfig, path: tuple[str, ...], part:
   for place, name in tensors.names(cfg, path, part, stack):
     target = tuple(i - s.start for i, s in zip(place, stack))
     out[target] = tensors.from_hf(reader.read(name, source), part.layout, out.shape[n:])
+    if out[target].size and not math.isfinite(out[target].min() - out[target].max()):
+      raise HfError(f"tensor {name} holds NaN or infinity: the checkpoint is broken")
   return out
 
 

@@ -101,11 +101,14 @@ class Reader:
         self._add(path)
     except FileNotFoundError as e:
       raise HfError(f"{directory} has no weights as safetensors: {e}") from e
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, struct.error) as e:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError,
+            struct.error) as e:
       raise e if isinstance(e, HfError) else HfError(
           f"the weights in {directory} are damaged: {e}") from e
 
   def _add(self, path: pathlib.Path) -> None:
+    if path.is_dir():
+      raise HfError(f"{path} is a directory, not a file of weights")
     with safetensors.safe_open(path, "np"):  # checks the header, and that all bytes are there
       pass
     with open(path, "rb") as f:
@@ -142,6 +145,6 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
   if not (directory / INDEX).is_file():
     return [directory / "model.safetensors"]
   names = json.loads((directory / INDEX).read_text())["weight_map"].values()
-  if other := [n for n in names if pathlib.PurePath(n).name != n]:
+  if other := [n for n in names if not n or pathlib.PurePath(n).name != n]:
     raise HfError(f"{directory / INDEX} names {other[0]!r}, which is not a file beside it")
   return [directory / name for name in sorted(set(names))]

@@ -158,6 +158,38 @@ def test_load_says_what_is_wrong_with_the_directory(tokenizer_dir, tmp_path):
     hf.load(out)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_load_refuses_weights_that_are_no_numbers(value, tokenizer_dir, tmp_path):
+  params = random_params(CFG)
+  params["layers"]["up"] = params["layers"]["up"].at[1, 2, 3].set(value)
+  hf.export(params, CFG, tokenizer_dir, tmp_path / "out")
+  with pytest.raises(hf.HfError, match="layers.1.mlp.up_proj.weight holds NaN or infinity"):
+    hf.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": ""}}',
+                                   '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "gone"}}'])
+def test_load_says_that_an_index_is_damaged(index, tokenizer_dir, tmp_path):
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  (tmp_path / "out" / "model.safetensors.index.json").write_text(index)
+  with pytest.raises(hf.HfError, match="damaged|not a file|has no weights"):
+    hf.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "rope_theta",
+                                 "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+                                 "max_position_embeddings", "rope_parameters", "layer_types"])
+@pytest.mark.parametrize("value", [0, -1, "8", [], {}, True, float("nan"), 1e30, 10**12], ids=repr)
+def test_a_key_of_config_json_that_is_no_such_thing_is_refused(key, value, tokenizer_dir, tmp_path):
+  if key == "rope_parameters" and value == {} or key in ("rope_theta", "rms_norm_eps") and (
+      type(value) in (int, float) and value > 0):
+    return
+  hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
+  edit_config(tmp_path / "out", **{key: value})
+  with pytest.raises(hf.HfError, match=key):
+    hf.load(tmp_path / "out")
+
+
 def test_load_refuses_weights_that_float32_cannot_hold(tokenizer_dir, tmp_path):
   hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
   tensors = hf.to_tensors(random_params(CFG), CFG)
