@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from kr.model import families
 from kr.model import hf
 from kr.model import shards
+from kr.model import tensors as layouts
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -62,8 +64,12 @@ def convert(source: str | os.PathLike[str], out_dir: str | os.PathLike[str],
   try:
     config = _config(fields, tied=all(t.name != "output.weight" for t in reader.tensors))
     files = _tokenizer(fields)
+    cfg = families.from_hf(config)
   except KeyError as e:
     raise hf.HfError(f"{source} lacks {e.args[0]!r}") from e
+  except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError) as e:
+    raise e if isinstance(e, hf.HfError) else hf.HfError(
+        f"{source} is damaged, or not supported: {e}") from e
   heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
   tensors = {}
   for t in reader.tensors:
@@ -78,7 +84,18 @@ def convert(source: str | os.PathLike[str], out_dir: str | os.PathLike[str],
 
   specs = [shards.Spec(name, tuple(int(size) for size in reversed(t.shape)))
            for name, (t, _) in tensors.items()]
+  _check(specs, {name: t.shape for name, t in layouts.table(cfg).items()}, source)
   hf.write(out_dir, config, files, specs, tensor, dtype)
+
+
+def _check(specs: list[shards.Spec], wanted: dict[str, tuple[int, ...]],
+           source: str | os.PathLike[str]) -> None:
+  """Refuses tensors other than the model's, before anything is written."""
+  found = dict(specs)
+  for name in [*wanted, *found]:
+    if found.get(name) != wanted.get(name):
+      raise hf.HfError(f"{source} is damaged: {name} is {found.get(name, 'missing')}, its fields "
+                       f"mean {wanted.get(name, 'no such tensor')}")
 
 
 def _name(name: str) -> tuple[str, str]:

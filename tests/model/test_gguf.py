@@ -18,7 +18,7 @@ HAVE = pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(),
                           reason="starts/smollm2 is not there: bash launch/smollm2.sh makes it")
 
 
-def write(path, architecture="llama", extra=None, bad_tensor=False, pre="smollm"):
+def write(path, architecture="llama", extra=None, bad_tensor=False, pre="smollm", rows=F, eos=0):
   """A llama.cpp file with a byte-level tokenizer; its queries and keys are quantised.
 
   -> tensors, before they were."""
@@ -42,9 +42,9 @@ def write(path, architecture="llama", extra=None, bad_tensor=False, pre="smollm"
   writer.add_token_list(tokens)
   writer.add_token_types([3] + [1] * (V - 1))
   writer.add_token_merges(["a b", "Ġ a"])
-  for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id,
-              writer.add_unk_token_id):
+  for add in (writer.add_bos_token_id, writer.add_pad_token_id, writer.add_unk_token_id):
     add(0)
+  writer.add_eos_token_id(eos)
   if extra:
     writer.add_float32(*extra)
 
@@ -63,8 +63,9 @@ def write(path, architecture="llama", extra=None, bad_tensor=False, pre="smollm"
   for i in range(L):
     for name, shape in {"attn_norm": (D,), "attn_q": (D, D), "attn_k": (D * K // H, D),
                         "attn_v": (D * K // H, D), "attn_output": (D, D), "ffn_norm": (D,),
-                        "ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}.items():
-      add(f"blk.{i}.{name}.weight", *shape)
+                        "ffn_gate": (F, D), "ffn_up": (rows, D), "ffn_down": (D, F)}.items():
+      if rows or name != "ffn_up":
+        add(f"blk.{i}.{name}.weight", *shape)
   if bad_tensor:
     add("rope_freqs.weight", D // H // 2)
   writer.write_header_to_file()
@@ -185,3 +186,24 @@ def test_in_smollm2_end_of_turn_is_the_pad_token_and_is_seen_all_the_same(smollm
     np.testing.assert_allclose(packed, alone, atol=1e-4, rtol=0)
     without, = run([5 if t == end else t for t in prompt])
     assert np.abs(without[-1] - alone[-1]).max() > 0.1  # what comes after it depends on it
+
+
+@pytest.mark.parametrize("changes, says", [
+  ({"rows": 0}, "layers.0.mlp.up_proj.weight is missing"),
+  ({"rows": F - 1}, "up_proj.weight is .95, 64., its fields mean .96, 64."),
+  ({"eos": V}, "is damaged"),
+], ids=["missing", "misshapen", "id"])
+def test_a_file_that_is_no_whole_model_is_refused_and_nothing_written(changes, says, tmp_path):
+  write(tmp_path / "m.gguf", **changes)
+  with pytest.raises(hf.HfError, match=says):
+    gguf.convert(tmp_path / "m.gguf", tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+  write(tmp_path / "m.gguf")
+  data = (tmp_path / "m.gguf").read_bytes()
+  for size in (0, 3, 20, 500, len(data) // 2, len(data) - 64):
+    (tmp_path / "m.gguf").write_bytes(data[:size])
+    with pytest.raises(hf.HfError, match="m.gguf is no GGUF file, or damaged"):
+      gguf.convert(tmp_path / "m.gguf", tmp_path / "out")
