@@ -65,7 +65,8 @@ def save(examples: Sequence[types.Trajectory], path: str | os.PathLike) -> None:
 def load(path: str | os.PathLike) -> list[types.Trajectory]:
   """Reads what `save` wrote. Raises ValueError when the file is missing or damaged."""
   try:
-    lines = pathlib.Path(path).read_text("utf-8").splitlines()
-    return [types.Trajectory.from_json(json.loads(line)) for line in lines]
-  except (OSError, ValueError, KeyError, TypeError) as e:
+    # Not splitlines: JSON leaves U+2028 and others in the text as they are.
+    lines = pathlib.Path(path).read_text("utf-8").split("\n")
+    return [types.Trajectory.from_json(json.loads(line)) for line in lines if line.strip()]
+  except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(f"{path} holds no examples ({e}): remove it and train again") from e

@@ -89,3 +89,17 @@ def test_too_few_tasks_and_a_damaged_file_are_named(tiny_world, splits, chat_dir
   (tmp_path / "e.jsonl").write_text("{")
   with pytest.raises(ValueError, match="remove it and train again"):
     fewshot.load(tmp_path / "e.jsonl")
+
+
+def test_text_with_unusual_line_ends_is_read_back(tiny_world, splits, chat_dir, tmp_path):
+  examples = record(tiny_world, splits[0], 1, chat_dir)
+  examples[0].answer = "a\u2028b\x85c\x1cd\n<tool_call>"
+  fewshot.save(examples, tmp_path / "e.jsonl")
+  assert fewshot.load(tmp_path / "e.jsonl") == examples
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "{}", '{"task": 3}'])
+def test_a_line_that_is_no_example_is_said(text, tmp_path):
+  (tmp_path / "e.jsonl").write_text(text)
+  with pytest.raises(ValueError, match="holds no examples"):
+    fewshot.load(tmp_path / "e.jsonl")
