@@ -52,6 +52,14 @@ def learner_parts(config: ConfigDict
       schedule=c.schedule, total_steps=rl.steps)
 
 
+def check_platform(kind: str, platform: str) -> None:
+  """Refuses a kernel of other hardware. A plan may name it. Raises ValueError."""
+  needs = {"splash": "tpu", "cudnn": "gpu"}.get(kind, platform)
+  if needs != platform:
+    raise ValueError(f"attention={kind!r} needs a {needs.upper()}, this is a {platform.upper()}: "
+                     "take auto")
+
+
 def make_mesh(config: ConfigDict) -> Mesh | None:
   """The mesh that config.learner names, or None for one device. Raises ValueError."""
   if not config.learner.mesh:
@@ -73,6 +81,7 @@ def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Check
   """
   with stages.users_error("config.learner"):
     how, adapters, optimizer = learner_parts(config)
+    check_platform(how.attention, jax.default_backend())
     mesh = make_mesh(config)
     params, cfg = hf.load(workdir.start, mesh)
     learner = Learner(cfg, params, optimizer, micro_rows=config.rl.micro_rows, mesh=mesh, how=how,

@@ -102,6 +102,14 @@ def test_a_learner_that_cannot_be_is_refused_before_anything_starts(config, chan
     experiment.check_config(config)
 
 
+@pytest.mark.parametrize("kind", ["splash", "cudnn"])
+def test_a_kernel_of_other_hardware_is_refused(kind):
+  with pytest.raises(ValueError, match=f"attention='{kind}' needs a .PU, this is a CPU: take auto"):
+    experiment.check_platform(kind, "cpu")
+  for fits, platform in (("auto", "cpu"), ("splash", "tpu"), ("cudnn", "gpu")):
+    experiment.check_platform(fits, platform)
+
+
 def test_a_config_without_the_learner_is_refused_with_the_keys_that_it_lacks(config):
   del config.learner.remat
   with pytest.raises(wiring.UserError, match="lacks learner.remat: take"):
