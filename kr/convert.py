@@ -1,10 +1,11 @@
 r"""Converts a policy; what --source is decides into what.
 
-    python -m kr.convert --source=runs/quickstart/checkpoints/50 --out=exports/quickstart
+    python -m kr.convert --source=runs/quickstart --out=exports/quickstart
     python -m kr.convert --source=path/to/Qwen3-0.6B --out=policies/qwen3
     python -m kr.convert --source=model.gguf --out=starts/model
 
-An Orbax checkpoint (a step of a run, or a policy alone) becomes a Hugging Face directory, which
+An Orbax checkpoint (of a run's workdir the newest, or the directory of one step, or a policy
+alone) becomes a Hugging Face directory, which
 transformers and SGLang load; a Hugging Face directory becomes an Orbax policy, which kr.serve
 loads; a GGUF file becomes a Hugging Face directory.
 """
@@ -43,12 +44,18 @@ def main(argv: list[str]) -> None:
   if source.resolve() in out.resolve().parents:  # a run removes its checkpoints in time
     raise wiring.UserError(f"--out={out} lies inside of --source={source}: choose another place")
 
+  if (source / "checkpoints").is_dir():  # a workdir
+    steps = checkpoint.Checkpoints(source / "checkpoints")
+    if (latest := steps.latest()) is None:
+      raise wiring.UserError(f"{source} has no checkpoint yet: train it first")
+    source = pathlib.Path(steps.policy_path(latest))
+
   if source.is_file():
     if _TOKENIZER.value:
       raise wiring.UserError("a GGUF file brings its own tokenizer: leave --tokenizer out")
     gguf.convert(source, out, _DTYPE.value or "float32")
     kind = "Hugging Face directory"
-  elif (source / "config.json").is_file() and not (source / "checkpoints").is_dir():
+  elif (source / "config.json").is_file():
     if _DTYPE.value:
       raise wiring.UserError("an Orbax policy is float32: leave --dtype out")
     tokenizer = pathlib.Path(_TOKENIZER.value or source).resolve()
@@ -63,9 +70,8 @@ def main(argv: list[str]) -> None:
     kind = "Hugging Face directory"
   else:
     raise wiring.UserError(
-        f"{source} is no Hugging Face directory, no GGUF file and no Orbax checkpoint (of a run, "
-        "give one step: runs/quickstart/checkpoints/50)" if source.exists() else
-        f"there is no {source}")
+        f"{source} is no Hugging Face directory, no GGUF file, no Orbax checkpoint and no workdir "
+        "of a run" if source.exists() else f"there is no {source}")
   print(f"wrote {out}: {kind}", file=sys.stderr)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -47,6 +48,20 @@ def test_a_checkpoint_goes_to_hugging_face_and_back_bit_for_bit(policy, tmp_path
   assert cfg == CFG
   hf.export(params, cfg, checkpoint.read_meta(back)["tokenizer"], again)
   assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_a_workdir_means_its_newest_checkpoint(policy, tmp_path):
+  flags.FLAGS.mark_as_parsed()
+  newer = policy.parent / "20"
+  checkpoint.save_policy(newer, transformer.init(CFG, seed=5), CFG, "../../start")
+  try:
+    for source, out in ((policy.parent.parent, "run"), (newer, "step")):
+      with flagsaver.flagsaver(source=str(source), out=str(tmp_path / out)):
+        convert.main(["kr.convert"])
+  finally:
+    shutil.rmtree(newer)
+  files = [tmp_path / out / "model.safetensors" for out in ("run", "step")]
+  assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_bfloat16_on_request(policy, tmp_path):
