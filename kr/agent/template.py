@@ -89,7 +89,7 @@ class Template:
     self.eos: str | None = names.get("eos_token")
     try:
       self._template = environment.from_string(source)
-    except jinja2.TemplateError as e:
+    except (jinja2.TemplateError, TypeError, AttributeError) as e:  # or no text at all
       raise ValueError(f"the tokenizer's chat template does not compile: {e}") from e
 
   @classmethod
@@ -118,7 +118,7 @@ class Template:
     try:
       return self._template.render(
           messages=messages, tools=tools, add_generation_prompt=generate, **self._names)
-    except (jinja2.TemplateError, TypeError) as e:
+    except Exception as e:  # a template can do anything: divide by zero, index, recurse
       raise ValueError(f"the tokenizer's chat template cannot render a tool conversation: {e}"
                        ) from e
 

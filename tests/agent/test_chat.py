@@ -138,6 +138,10 @@ def test_delimiters_of_the_qwen_style_are_its_own(qwen_dir):
 @pytest.mark.parametrize("template, message", [
     ("", "has no chat template"),
     ("{% if %}", "does not compile"),
+    (3, "does not compile"),
+    ("{{ 1 // 0 }}", "cannot render a tool conversation"),
+    ("{% for i in range(10**9) %}x{% endfor %}", "cannot render a tool conversation"),
+    ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('no tools here') }}", "no tools here"),
     ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "leaves out part"),
     ("{{ messages | length }}" + QWEN_STYLE, "only appends"),
