@@ -39,4 +39,4 @@ def test_learner_computes_the_loss_of_torch_before_it_is_compared(flags):
 def test_memory_chunks_and_recomputation_save_memory():
   by_metric = {line["metric"]: line for line in lines_of("memory.py", "--parts=head,layers")}
   assert by_metric["head_peak_mib"]["ratios"]["whole_logits"] > 1.2
-  assert by_metric["layers_peak_mib"]["ratios"]["no_remat"] > 1.05  # 1.1 with jax 0.10
+  assert by_metric["layers_peak_mib"]["ratios"]["no_remat"] > 1.2

@@ -156,7 +156,8 @@ class Execution:
     keeps products with parameters (attention is computed again), `block` keeps the layer's
     input, `offload` keeps that in host memory.
   scan: one compiled layer for a run of equal layers, instead of one for each. Compiles fast,
-    which is what deep models want; unrolled runs faster on CPU.
+    which is what deep models want; unrolled runs faster on CPU. (With jax 0.10, XLA on CPU
+    undoes the recomputation of unrolled layers: there, scan to save memory.)
   attention: auto, or a name in `kr.model.attention`.
   head_chunk: trained tokens whose logits exist at a time.
   """

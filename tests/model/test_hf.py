@@ -5,6 +5,7 @@ Every family against transformers: test_families.py.
 
 import json
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -293,7 +294,8 @@ def on_meshes(tokenizer_dir, tmp_path, processes):
   for p in started:
     stdout, stderr = p.communicate(timeout=300)
     assert p.returncode == 0, stderr[-3000:]
-    out.append([json.loads(line) for line in stdout.splitlines() if line.startswith("{")])
+    # Not line by line: Gloo prints to the same stream, in mid line too.
+    out.append([json.loads(row) for row in re.findall(r"\{[^{}]*\}", stdout)])
   return out
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def run_script(*args):
 def results(process):
   out, err = process.communicate(timeout=1500)
   assert process.returncode == 0, err[-3000:]
-  rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+  # Not line by line: Gloo prints to the same stream, in mid line too.
+  rows = [json.loads(row) for row in re.findall(r"\{[^{}]*\}", out)]
   return {row.pop("case"): row for row in rows}, err
 
 
