@@ -36,7 +36,7 @@ def state():
   return params, opt_state
 
 
-def same_bits(a, b):
+def assert_same_bits(a, b):
   assert jax.tree.structure(a) == jax.tree.structure(b)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
     assert x.dtype == y.dtype and x.shape == y.shape
@@ -53,7 +53,7 @@ def test_restore_gives_the_saved_bits_and_meta(state, tmp_path):
   big = np.random.default_rng(0).bit_generator.state  # integers of 128 bits
   Checkpoints(tmp_path).save(3, params, opt_state, {**META, "random": big})
   got_params, got_opt, meta = Checkpoints(tmp_path).restore(3, zeros(params), zeros(opt_state))
-  same_bits((params, opt_state), (got_params, got_opt))
+  assert_same_bits((params, opt_state), (got_params, got_opt))
   assert ModelConfig(**meta.pop("model")) == CFG
   assert meta == {**{k: v for k, v in META.items() if k != "model"}, "random": big}
 
@@ -61,7 +61,7 @@ def test_restore_gives_the_saved_bits_and_meta(state, tmp_path):
 def test_restore_needs_shapes_only(state, tmp_path):
   Checkpoints(tmp_path).save(0, *state, META)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-  same_bits(state, Checkpoints(tmp_path).restore(0, *like)[:2])
+  assert_same_bits(state, Checkpoints(tmp_path).restore(0, *like)[:2])
 
 
 def test_the_policy_restores_alone_without_the_optimizer(state, tmp_path):
@@ -70,7 +70,7 @@ def test_the_policy_restores_alone_without_the_optimizer(state, tmp_path):
   shutil.rmtree(tmp_path / "5" / "optimizer")
   params, cfg = checkpoint.restore_policy(checkpoints.policy_path(5))
   assert cfg == CFG
-  same_bits(params, state[0])
+  assert_same_bits(params, state[0])
   assert checkpoint.read_meta(checkpoints.policy_path(5))["tokenizer"] == "runs/a/tokenizer"
 
 
@@ -81,7 +81,7 @@ def test_a_policy_saved_alone_restores_with_its_config(tied, tmp_path):
   checkpoint.save_policy(tmp_path / "start", params, cfg, "tok")
   got, got_cfg = checkpoint.restore_policy(tmp_path / "start")
   assert got_cfg == cfg
-  same_bits(params, got)
+  assert_same_bits(params, got)
   with pytest.raises(CheckpointError, match="exists already"):
     checkpoint.save_policy(tmp_path / "start", params, cfg)
 
@@ -100,7 +100,7 @@ def test_saving_a_step_again_replaces_it(state, tmp_path):
   checkpoints.save(1, zeros(state[0]), state[1], META)
   checkpoints.save(1, *state, {**META, "cursor": 18})
   params, _, meta = checkpoints.restore(1, *state)
-  same_bits(params, state[0])
+  assert_same_bits(params, state[0])
   assert meta["cursor"] == 18
   assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
@@ -109,7 +109,7 @@ def test_saving_and_restoring_work_inside_a_running_event_loop(state, tmp_path):
   async def main():
     Checkpoints(tmp_path).save(1, *state, META)
     return Checkpoints(tmp_path).restore(1, *state)
-  same_bits(asyncio.run(main())[:2], state)
+  assert_same_bits(asyncio.run(main())[:2], state)
 
 
 def test_what_a_killed_save_left_behind_is_not_seen_and_is_swept(state, tmp_path):
@@ -163,12 +163,12 @@ def test_a_policy_is_whole_as_soon_as_an_asynchronous_save_returns(state, tmp_pa
   params = jax.tree.map(lambda x: x + 1, state[0])
   path = checkpoints.save_async(2, params, state[1], META)
   got, cfg = checkpoint.restore_policy(path)
-  same_bits(got, params)
+  assert_same_bits(got, params)
   assert cfg == CFG
   checkpoints.wait()
   assert checkpoints.steps() == [1, 2]
-  same_bits(checkpoints.restore(2, *state)[:2], (params, state[1]))
-  same_bits(checkpoint.restore_policy(path)[0], params)  # a server may still be reading there
+  assert_same_bits(checkpoints.restore(2, *state)[:2], (params, state[1]))
+  assert_same_bits(checkpoint.restore_policy(path)[0], params)  # a server may still read there
   checkpoints.sweep()
   assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_is_refused_with_advice(item, state, tmp_path):
   damage(tmp_path / "2" / item)
   with pytest.raises(CheckpointError, match="2 is damaged.*go on from step 1"):
     checkpoints.restore(2, *state)
-  same_bits(checkpoints.restore(1, *state)[:2], state)
+  assert_same_bits(checkpoints.restore(1, *state)[:2], state)
 
 
 @pytest.mark.parametrize("item", ["policy", "optimizer", "meta"])

@@ -39,7 +39,7 @@ def edit_config(directory, **changes):
   path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def same_bits(a, b):
+def assert_same_bits(a, b):
   assert jax.tree.structure(a) == jax.tree.structure(b)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
     assert x.dtype == y.dtype and x.shape == y.shape
@@ -53,7 +53,7 @@ def test_export_then_load_gives_the_same_bits_and_config(cfg, tokenizer_dir, tmp
   hf.export(params, cfg, tokenizer_dir, tmp_path / "out")
   loaded, loaded_cfg = hf.load(tmp_path / "out")
   assert loaded_cfg == cfg
-  same_bits(params, loaded)
+  assert_same_bits(params, loaded)
 
 
 def test_export_brings_the_tokenizer_and_its_ids(tokenizer_dir, tmp_path):
@@ -71,7 +71,7 @@ def test_a_second_export_replaces_the_first_and_leaves_no_litter(tokenizer_dir, 
   out = tmp_path / "models" / "out"
   hf.export(random_params(CFG, 0), CFG, tokenizer_dir, out)
   hf.export(random_params(CFG, 1), CFG, tokenizer_dir, out)
-  same_bits(hf.load(out)[0], random_params(CFG, 1))
+  assert_same_bits(hf.load(out)[0], random_params(CFG, 1))
   assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
@@ -213,7 +213,7 @@ def test_load_reads_shards_and_widens_bfloat16_exactly(tokenizer_dir, tmp_path):
     safetensors.numpy.save_file({k: tensors[k] for k in part}, out / file)
   (out / "model.safetensors.index.json").write_text(json.dumps(
       {"weight_map": {k: file for file, part in shards.items() for k in part}}))
-  same_bits(hf.load(out)[0], jax.tree.map(
+  assert_same_bits(hf.load(out)[0], jax.tree.map(
       lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), random_params(CFG)))
 
 
@@ -252,7 +252,7 @@ def test_export_splits_large_models_into_shards_with_an_index(tokenizer_dir, tmp
     with safetensors.safe_open(out / name, "np") as f:
       assert f.metadata() == {"format": "pt"}
       assert all(index["weight_map"][k] == name for k in f.keys())
-  same_bits(hf.load(out)[0], params)
+  assert_same_bits(hf.load(out)[0], params)
 
 
 def test_bfloat16_goes_in_and_out_bit_for_bit(tokenizer_dir, tmp_path):
@@ -268,7 +268,7 @@ def test_bfloat16_goes_in_and_out_bit_for_bit(tokenizer_dir, tmp_path):
 def test_a_chunked_parameter_is_the_whole_one(tokenizer_dir, tmp_path, monkeypatch):
   hf.export(random_params(CFG), CFG, tokenizer_dir, tmp_path / "out")
   monkeypatch.setattr(hf, "_CHUNK_BYTES", 2048)  # two of 3 layers of wq, 16 rows of the embedding
-  same_bits(hf.load(tmp_path / "out")[0], random_params(CFG))
+  assert_same_bits(hf.load(tmp_path / "out")[0], random_params(CFG))
 
 
 MOE = ModelConfig(
@@ -324,5 +324,5 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_message(
     hf.load(out)
   edit_config(out, num_nextn_predict_layers=1)
   with caplog.at_level("WARNING"):
-    same_bits(hf.load(out)[0], random_params(MOE))
+    assert_same_bits(hf.load(out)[0], random_params(MOE))
   assert "left out" in caplog.text and "model.layers.3.eh_proj.weight" in caplog.text
