@@ -34,6 +34,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from kr import wiring  # noqa: E402
 from kr.model import heap  # noqa: E402
 
 PEERS = pathlib.Path(__file__).resolve().parent / "peers"
@@ -186,12 +187,6 @@ def threads() -> int:
   return len(os.sched_getaffinity(0))
 
 
-def commit() -> str:
-  done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                        text=True)
-  return done.stdout.strip() or "unknown"
-
-
 # -------------------------------------------------------------------- the run
 
 
@@ -315,7 +310,7 @@ def main(argv: list[str]) -> None:
     "malloc": heap.HUGE_PAGES,
     **{k: x for _, _, versions in results for k, x in versions.items()},
     "loss_gap": float(f"{check_losses(first, sequences):.1e}"), "repeats": repeats,
-    "quick": quick, "commit": commit(), "missing": sorted(set(wanted) - set(present))})
+    "quick": quick, "commit": wiring.commit(), "missing": sorted(set(wanted) - set(present))})
 
 
 if __name__ == "__main__":

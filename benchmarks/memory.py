@@ -118,6 +118,7 @@ def mib(result: dict[str, float]) -> float:
 
 def say(metric: str, kr: float, peers: dict[str, float], **conditions: Any) -> None:
   import jax
+  from kr import wiring
   at = ", ".join(f"{k} {v}" for k, v in conditions.items())
   others = "".join(f"   {k} {v:.1f}" for k, v in peers.items())
   print(f"{metric}: {at}: {kr:.1f} MiB{others}", file=sys.stderr)
@@ -125,8 +126,8 @@ def say(metric: str, kr: float, peers: dict[str, float], **conditions: Any) -> N
     "benchmark": "memory", "metric": metric, "unit": "MiB", "kr": kr, "peers": peers,
     "ratios": {k: round(v / kr, 2) for k, v in peers.items()},
     "conditions": {**conditions, "precision": "float32", "threads": len(os.sched_getaffinity(0)),
-                   "jax": jax.__version__, "quick": _QUICK.value, "commit": commit(),
-                   "missing": []}}), flush=True)
+                   "jax": jax.__version__, "quick": _QUICK.value,
+                   "commit": wiring.commit(), "missing": []}}), flush=True)
 
 
 def head(quick: bool) -> None:
@@ -165,12 +166,6 @@ def length(quick: bool) -> None:
     say("step_peak_mib", mib(got), {}, tokens=tokens, vocab=2048, model=SMALL,
         trained_share=0.2, seconds=round(got["seconds"], 1),
         growth_per_growth_of_length=round(mib(got) / first[1] / (tokens / first[0]), 2))
-
-
-def commit() -> str:
-  done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                        text=True)
-  return done.stdout.strip() or "unknown"
 
 
 def main(argv: list[str]) -> None:

@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from kr import wiring  # noqa: E402
 from kr.model import checkpoint  # noqa: E402
 from kr.model import transformer  # noqa: E402
 from kr.model.config import ModelConfig  # noqa: E402
@@ -96,12 +96,6 @@ async def measure(url: str, workload: Any, concurrency: int) -> dict[str, float]
   return {"tokens_per_s": statistics.median(rates), "cached_share": statistics.median(cached)}
 
 
-def commit() -> str:
-  done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                        text=True)
-  return done.stdout.strip() or "unknown"
-
-
 def main(argv: list[str]) -> None:
   del argv
   logging.set_verbosity(logging.WARNING)
@@ -111,7 +105,8 @@ def main(argv: list[str]) -> None:
   count = sum(a.size for a in jax.tree.leaves(params))
   conditions = {"parameters": int(count), "width": cfg.width, "layers": cfg.layers,
                 "kv_heads": cfg.kv_heads, "vocab": cfg.vocab, "precision": "float32",
-                "cores": len(os.sched_getaffinity(0)), "jax": jax.__version__, "commit": commit(),
+                "cores": len(os.sched_getaffinity(0)), "jax": jax.__version__,
+                "commit": wiring.commit(),
                 "repeats": _REPEATS.value, "missing": ["sglang"]}
   with tempfile.TemporaryDirectory() as directory:
     checkpoint.save_policy(os.path.join(directory, "model"), params, cfg)
