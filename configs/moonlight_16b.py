@@ -83,7 +83,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=200, tasks_per_step=64, group_size=8,
       gamma=0.95, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
       learning_rate=1e-6, b2=0.99, warmup_steps=10, clip_norm=1.0, weight_decay=0.0,
-      row_tokens=8192, micro_rows=32, row_buckets=3, max_logprob_gap=0.05, keep_checkpoints=2)
+      row_tokens=8192, micro_rows=32, row_buckets=3, share_prefix=False,
+      max_logprob_gap=0.05, keep_checkpoints=2)
   c.learner = dict(
       mesh="fsdp=8,expert=4", precision="bfloat16", remat="block", scan=True,
       attention="auto", head_chunk=1024, optimizer="muon", schedule="constant", lora_rank=0,

@@ -64,7 +64,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=50, tasks_per_step=16, group_size=4,
       gamma=0.9, format_penalty=0.2, negatives_keep=0.3, protect_faults=True,
       learning_rate=2.5e-4, b2=0.99, warmup_steps=5, clip_norm=10.0, weight_decay=0.0,
-      row_tokens=768, micro_rows=4, row_buckets=1, max_logprob_gap=1e-3, keep_checkpoints=2)
+      row_tokens=768, micro_rows=4, row_buckets=1, share_prefix=False,
+      max_logprob_gap=1e-3, keep_checkpoints=2)
 
   # How the update is computed. mesh: such as "fsdp=4,tensor=2", empty for one device.
   # precision: float32, mixed or bfloat16. remat: none, dots, block or offload. optimizer: adamw

@@ -76,7 +76,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=200, tasks_per_step=64, group_size=8,
       gamma=0.98, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
       learning_rate=1e-6, b2=0.99, warmup_steps=10, clip_norm=1.0, weight_decay=0.0,
-      row_tokens=32768, micro_rows=32, row_buckets=3, max_logprob_gap=0.05, keep_checkpoints=2)
+      row_tokens=32768, micro_rows=32, row_buckets=3, share_prefix=False,
+      max_logprob_gap=0.05, keep_checkpoints=2)
   c.learner = dict(
       mesh="fsdp=32,context=4,tensor=2", precision="bfloat16", remat="block", scan=True,
       attention="auto", head_chunk=1024, optimizer="adamw", schedule="constant", lora_rank=0,

@@ -32,7 +32,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   # Weights and tokenizer as a Hugging Face directory; `command` makes it.
   c.start = dict(dir="starts/smollm2", rebuild=False, command="bash launch/smollm2.sh")
 
-  # Every token of the prompt is paid for in each update, so results and turns are short.
+  # Turns and results are short, for two cores. What all prompts begin with is computed once a row.
   # examples: worked ones in the first prompt, 200 tokens each; openings: first calls only, 45 each.
   c.agent = dict(
     system="Research the question with the tools, then answer.",
@@ -52,7 +52,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     steps=60, tasks_per_step=4, group_size=6,
     gamma=0.95, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
     learning_rate=1e-5, b2=0.99, warmup_steps=5, clip_norm=1.0, weight_decay=0.0,
-    row_tokens=1024, micro_rows=1, row_buckets=1, max_logprob_gap=1e-3, keep_checkpoints=2,
+    row_tokens=4096, micro_rows=1, row_buckets=1, share_prefix=True,
+    max_logprob_gap=1e-3, keep_checkpoints=2,
   )
   # As in configs/quickstart.py. Float32: the server samples in it, and the two must agree.
   c.learner = dict(
@@ -67,6 +68,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     c.agent.update(max_turns=3, max_turn_tokens=40, max_context_tokens=896)
     c.server.update(slots=4, max_len=896)
     c.rollout.update(concurrency=4)
-    c.rl.update(steps=2, tasks_per_step=2, group_size=2, row_tokens=896)
+    c.rl.update(steps=2, tasks_per_step=2, group_size=2, row_tokens=1792)
     c.eval.update(tasks=2, samples=1, concurrency=4)
   return c

@@ -20,7 +20,7 @@ from kr.model import attention
 from kr.model import hf
 from kr.model import sharding
 from kr.model.checkpoint import Checkpoints
-from kr.model.config import Execution
+from kr.model.config import Execution, ModelConfig
 from kr.model.lora import Lora
 from kr.rl import advantage
 from kr.rl import batch as batch_lib
@@ -60,6 +60,16 @@ def check_platform(kind: str, platform: str) -> None:
                      "take auto")
 
 
+def check_prefix(kind: str, cfg: ModelConfig, platform: str) -> None:
+  """Whether this attention and model can do with a prefix that stands once. Raises ValueError."""
+  if kind == "splash" or kind == "auto" and platform == "tpu":
+    raise ValueError("with rl.share_prefix, attention must be blockwise: splash, which auto takes "
+                     "on a TPU, knows no tokens that several segments see")
+  if any(cfg.window_of(layer) for layer in range(cfg.layers)):
+    raise ValueError("set rl.share_prefix=False: this model's sliding windows count places of a "
+                     "row, and behind a shared prefix these are no longer a segment's own")
+
+
 def make_mesh(config: ConfigDict) -> Mesh | None:
   """The mesh that config.learner names, or None for one device. Raises ValueError."""
   if not config.learner.mesh:
@@ -84,6 +94,8 @@ def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Check
     check_platform(how.attention, jax.default_backend())
     mesh = make_mesh(config)
     params, cfg = hf.load(workdir.start, mesh)
+    if config.rl.share_prefix:
+      check_prefix(how.attention, cfg, jax.default_backend())
     learner = Learner(cfg, params, optimizer, micro_rows=config.rl.micro_rows, mesh=mesh, how=how,
                       lora=adapters, seed=config.seed)
   del params  # the learner has its own, and a large policy must not lie in memory twice
@@ -110,14 +122,15 @@ def meta_of(learner: Learner, metrics: dict[str, Any] | None = None) -> dict[str
 # A mesh and what follows it change the result by rounding alone: a run may move to other devices.
 _FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "server.",
          "eval.concurrency:", "rollout.concurrency:", "learner.mesh:", "learner.remat:",
-         "learner.scan:", "learner.attention:", "learner.head_chunk:")
+         "learner.scan:", "learner.attention:", "learner.head_chunk:", "rl.share_prefix:")
 
 # Keys that came later, and the values by which a run that was begun without them goes on.
 _LATER = {
-    "rl.row_buckets": 1, "learner.mesh": "", "learner.precision": "float32",
-    "learner.remat": "none", "learner.scan": False, "learner.attention": "auto",
-    "learner.head_chunk": 1024, "learner.optimizer": "adamw", "learner.schedule": "constant",
-    "learner.lora_rank": 0, "learner.lora_alpha": 32.0, "learner.lora_targets": ()}
+    "rl.row_buckets": 1, "rl.share_prefix": False, "learner.mesh": "",
+    "learner.precision": "float32", "learner.remat": "none", "learner.scan": False,
+    "learner.attention": "auto", "learner.head_chunk": 1024, "learner.optimizer": "adamw",
+    "learner.schedule": "constant", "learner.lora_rank": 0, "learner.lora_alpha": 32.0,
+    "learner.lora_targets": ()}
 
 
 def check_config(config: ConfigDict) -> None:

@@ -179,7 +179,8 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
           negatives_keep=rl.negatives_keep, protect_faults=rl.protect_faults,
           seed=[config.seed, step])
       batches = batch_lib.pack_by_length(
-          zip(trajectories, advantages, keep), rl.row_tokens, rl.micro_rows, rl.row_buckets)
+          zip(trajectories, advantages, keep), rl.row_tokens, rl.micro_rows, rl.row_buckets,
+          rl.share_prefix)
       update = await asyncio.to_thread(learner.update, batches, step - 1)
       check_gap(step, update.get("logprob_gap", 0.0), rl.max_logprob_gap)
       seconds["update_s"] = watch()

@@ -1,6 +1,7 @@
 """Every experiment in configs/ loads, has a tiny form, and says how to run it."""
 
 import ast
+import dataclasses
 import importlib.util
 import pathlib
 import re
@@ -10,6 +11,7 @@ import pytest
 
 from kr import experiment
 from kr import wiring
+from kr.model.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py") if p.name != "__init__.py")
@@ -110,6 +112,17 @@ def test_a_kernel_of_other_hardware_is_refused(kind):
     experiment.check_platform(fits, platform)
 
 
+def test_a_shared_prefix_is_refused_where_it_would_not_be_seen():
+  dense = ModelConfig(vocab=8, width=8, layers=2, heads=1, kv_heads=1, head_dim=8, mlp=8)
+  experiment.check_prefix("auto", dense, "cpu")
+  experiment.check_prefix("cudnn", dense, "gpu")
+  for kind, cfg, platform, said in (
+      ("splash", dense, "tpu", "must be blockwise"), ("auto", dense, "tpu", "must be blockwise"),
+      ("auto", dataclasses.replace(dense, window=4, window_layers=(1,)), "cpu", "sliding windows")):
+    with pytest.raises(ValueError, match=said):
+      experiment.check_prefix(kind, cfg, platform)
+
+
 def test_a_config_without_the_learner_is_refused_with_the_keys_that_it_lacks(config):
   del config.learner.remat
   with pytest.raises(wiring.UserError, match="lacks learner.remat: take"):
@@ -122,7 +135,7 @@ def test_a_config_without_the_learner_is_refused_with_the_keys_that_it_lacks(con
 def test_a_run_that_began_before_there_were_learner_options_goes_on_as_it_was(config, tmp_path):
   workdir = wiring.Workdir.create(tmp_path / "run")
   old = ml_collections.ConfigDict(wiring.plain(config))
-  del old.learner, old.rl.row_buckets
+  del old.learner, old.rl.row_buckets, old.rl.share_prefix
   workdir.save_config(old)
   (workdir.checkpoints / "1").mkdir(parents=True)  # so that every key binds
   experiment.adopt_config(workdir, config)

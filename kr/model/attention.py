@@ -1,9 +1,10 @@
 """Attention inside packed rows: to earlier tokens of the same segment; one function for all.
 
+A row may begin with tokens that all its segments see, SHARED, which belong before each of them.
 Masks come from places and segment ids, never from token ids. The kinds:
   plain      the formula, with all scores in memory; the reference
   blockwise  `kr.model.blockwise`: any platform, memory linear in the row
-  splash     `kr.model.splash`: Pallas kernel for TPU
+  splash     `kr.model.splash`: Pallas kernel for TPU, for rows without SHARED
   cudnn      cuDNN's fused kernel for GPU, in bfloat16
 """
 
@@ -21,6 +22,7 @@ from kr.model import blockwise
 from kr.model import ops
 from kr.model import sharding
 from kr.model import splash
+from kr.model.config import SHARED
 
 KINDS = ("auto", "plain", "blockwise", "splash", "cudnn")
 
@@ -34,7 +36,8 @@ CUDNN_WIDTH = 128
 class Where(NamedTuple):
   """What may see what. index: [T] int32, the token of the row that stands at each place (not
   0, 1, 2, … where a context axis splits the row: `sharding.zigzag`); a NumPy array where it
-  is known when compiling, which `splash` needs. segment: [B,T] int32, 0 is padding."""
+  is known when compiling, which `splash` needs. segment: [B,T] int32, 0 is padding, and SHARED
+  what every later token of the row sees (not with a window, which counts places)."""
 
   index: jax.Array | np.ndarray
   segment: jax.Array
@@ -129,7 +132,8 @@ def see(queries: Where, keys: Where, window: int) -> jax.Array:
   """-> [B,T,S] bool: what each query sees. Padding sees earlier padding."""
   back = queries.index[:, None] - keys.index[None, :]
   visible = (back >= 0) & (back < window) if window else back >= 0
-  return visible & (queries.segment[:, :, None] == keys.segment[:, None, :])
+  q, k = queries.segment[:, :, None], keys.segment[:, None, :]
+  return visible & ((k == q) | (k == SHARED) & (q > 0))
 
 
 def plain(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from kr.model import ops
+from kr.model.config import SHARED
 
 # Lower than any score, and the score of what is masked, lower still: exp(MASKED - LOW) = 0.
 LOW, MASKED = -1e30, float(jnp.finfo(jnp.float32).min)
@@ -132,7 +133,8 @@ def _scores(q, k, index, segment, of, j, window):
   """
   n = of.index.shape[1]
   k_index, k_segment = of.index[j // n, j % n], of.segment[j // n, j % n]
-  see = (k_index[:, None] <= index) & (k_segment[:, None] == segment) & (segment > 0)
+  same = (k_segment[:, None] == segment) | (k_segment[:, None] == SHARED)
+  see = (k_index[:, None] <= index) & same & (segment > 0)
   if window:
     see &= index - k_index[:, None] < window
   return jnp.where(see, ops.einsum("ksh,kmh->ksm", k, q), MASKED)
@@ -144,7 +146,8 @@ def _visible(at, of, i, window):
   n = of.index.shape[1]
   row = i // at.index.shape[1]
   first, last, low, high = (x.reshape(-1)[i] for x in at[2:])
-  see = (of.first[row] <= last) & (of.low[row] <= high) & (of.high[row] >= low)
+  same = (of.low[row] <= high) & (of.high[row] >= low) | (of.high[row] == SHARED)
+  see = (of.first[row] <= last) & same
   if window:
     see &= first - of.last[row] < window
   places = jnp.nonzero(see, size=n, fill_value=0)[0].astype(jnp.int32)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+# Segment ids of packed rows: 0 is padding, and what every later token of the row sees is SHARED.
+SHARED = 2**30
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from kr.model import decode
+from kr.model import layers
 from kr.model.config import ModelConfig
 from kr.model.slots import Slots
 
@@ -57,7 +58,8 @@ class Device:
     for path, a in jax.tree_util.tree_leaves_with_path(params):
       if not np.isfinite(a).all():
         raise ValueError(f"the weights {jax.tree_util.keystr(path)} hold NaN or infinity")
-    params = {**params, "layers": {name: tuple(a) for name, a in params["layers"].items()}}
+    fused = params["layers"] if self.cfg.mla else layers.fuse_heads(params["layers"])
+    params = {**params, "layers": {name: tuple(a) for name, a in fused.items()}}
     return jax.block_until_ready(jax.device_put(params))
 
   def check(self, params: Any) -> None:

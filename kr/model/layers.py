@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kr.model import ops
 from kr.model import rope
@@ -52,12 +54,23 @@ def heads(
     y = ops.linear("btd,dhk->bthk", x, p, "w" + name, how)
     return y + p["b" + name].astype(y.dtype) if "b" + name in p else y
 
-  q, k, v = part("q"), part("k"), part("v")
+  if "wqkv" in p:
+    q, k, v = jnp.split(part("qkv"), [cfg.heads, cfg.heads + cfg.kv_heads], 2)
+  else:
+    q, k, v = part("q"), part("k"), part("v")
   if cfg.qk_norm:
     q, k = ops.rms_norm(q, p["q_norm"], cfg.norm_eps), ops.rms_norm(k, p["k_norm"], cfg.norm_eps)
   o = attend(rope.turn(q, *angles) * cfg.query_scale, rope.turn(k, *angles), v)
   y = ops.linear("bthk,hkd->btd", o, p, "wo", how)
   return y + p["bo"].astype(y.dtype) if "bo" in p else y
+
+
+def fuse_heads(p: dict[str, Any]) -> dict[str, Any]:
+  """Layers, stacked, with one matrix for queries, keys and values: a token at a time, where every
+  product waits for its weights, one large product is faster than three. numpy arrays."""
+  fused = {f"{kind}qkv": np.concatenate([p[kind + name] for name in "qkv"], -2)
+           for kind in ("w", "b") if kind + "q" in p}
+  return {**{name: a for name, a in p.items() if name[1:] not in ("q", "k", "v")}, **fused}
 
 
 def declare_mlp(cfg: ModelConfig) -> dict[str, Param]:

@@ -1,7 +1,8 @@
 """Packs trajectories into rows of one width, or of a few. numpy only.
 
 Segments of kept trajectories are laid end to end in rows of `row_tokens`, with segment
-ids to keep their attention apart.
+ids to keep their attention apart. What all of them begin with, such as a long system prompt, may
+be laid once a row instead of once a segment.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kr import types
+from kr.model.config import SHARED
 
 # A trajectory, the advantage of each of its turns ([T]), and whether it trains.
 Item = tuple[types.Trajectory, Sequence[float] | np.ndarray, bool]
@@ -22,8 +24,8 @@ class Batch:
   """Packed rows; every array is [B, T], T = `row_tokens`, B a multiple of `rows_multiple`.
 
   tokens: int32, 0 in padding (never read an id to find padding: use segment_ids).
-  positions: int32, from 0 in each segment; 0 in padding.
-  segment_ids: int32, 1, 2, … within a row; 0 is padding. Attend within equal ids only.
+  positions: int32, from 0 in each segment (behind a shared prefix, from its length); 0 in padding.
+  segment_ids: int32, 1, 2, … within a row; 0 is padding. Attend within equal ids, and to SHARED.
   mask: int32, 1 where tokens[b, t] was SAMPLED by the policy and is trained. Everything
     below belongs to the same place: the token at t is *predicted* at t−1, so the loss pairs
     logits[b, t−1] with tokens[b, t] where mask[b, t] = 1. Such a t has t−1 in its own segment:
@@ -77,7 +79,7 @@ def pack(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1) -> Batc
 
 
 def pack_by_length(items: Iterable[Item], row_tokens: int, rows_multiple: int = 1,
-                   buckets: int = 1) -> list[Batch]:
+                   buckets: int = 1, share_prefix: bool = False) -> list[Batch]:
   """`pack` into rows of `buckets` widths: row_tokens, half of it, a quarter, and so on.
 
   A segment goes into the first row with room, the widest first; where there is none, it opens
@@ -85,6 +87,10 @@ def pack_by_length(items: Iterable[Item], row_tokens: int, rows_multiple: int = 
   make wide rows of padding. Where a row is 1/s as wide, `rows_multiple` counts s times, so that a
   micro-batch has as many tokens whatever its width. Widths that no segment needs are left
   out; there is always one batch.
+
+  share_prefix: the tokens that all segments begin with stand once at the head of each row, as
+  SHARED, and are computed once for all segments of the row. Each of these sees the same tokens at
+  the same positions as without, so the loss and its gradient stay the same.
   """
   if buckets < 1 or row_tokens % 2 ** (buckets - 1):
     raise ValueError(f"row_buckets={buckets} halves row_tokens={row_tokens} {buckets - 1} times: "
@@ -102,13 +108,14 @@ def pack_by_length(items: Iterable[Item], row_tokens: int, rows_multiple: int = 
     raise ValueError(f"a segment of {longest} tokens does not fit a row of {row_tokens}: set "
                      f"row_tokens to {longest} or more, or lower max_context_tokens")
   widths = [row_tokens >> i for i in range(buckets)]
-  rows = _first_fit_decreasing([len(p["tokens"]) for p in pieces], widths)
+  shared = shared_prefix(pieces) if share_prefix else 0
+  rows = _first_fit_decreasing([len(p["tokens"]) - shared for p in pieces], widths, shared)
   out = []
   for width in widths:
     of_width = [[pieces[i] for i in row] for w, row in rows if w == width]
     if of_width or not rows and width == row_tokens:
       split = row_tokens // width
-      out.append(_lay(of_width, width, rows_multiple * split, split, len(items)))
+      out.append(_lay(of_width, shared, width, rows_multiple * split, split, len(items)))
   return out
 
 
@@ -124,19 +131,36 @@ def from_demonstrations(trajectories: Iterable[types.Trajectory], row_tokens: in
   return pack([(t, np.ones(len(t.turns)), True) for t in trajectories], row_tokens, rows_multiple)
 
 
-def _lay(rows: list[list[dict[str, np.ndarray]]], width: int, multiple: int, split: int,
-         trajectories: int) -> Batch:
-  """The pieces of each row, end to end; their weight is 1 / trajectories."""
+def shared_prefix(pieces: Sequence[dict[str, np.ndarray]]) -> int:
+  """How many tokens all segments begin with, at least one of each before its first trained one
+  left out: what predicts a trained token stands in the token's own segment."""
+  if len(pieces) < 2:
+    return 0
+  shared = min(int(np.argmax(p["mask"])) for p in pieces) - 1
+  first = pieces[0]["tokens"][:shared]
+  for p in pieces[1:]:
+    differs = np.flatnonzero(p["tokens"][:len(first)] != first)
+    first = first[:differs[0]] if len(differs) else first
+  return len(first)
+
+
+def _lay(rows: list[list[dict[str, np.ndarray]]], shared: int, width: int, multiple: int,
+         split: int, trajectories: int) -> Batch:
+  """The pieces of each row, end to end, behind their `shared` first tokens; a trained token's
+  weight is 1 / trajectories."""
   batch = _empty(max(1, -(-len(rows) // multiple)) * multiple, width, split)
   for b, row in enumerate(rows):
+    head = {name: column[:shared] for name, column in row[0].items()}
+    rests = [{name: column[shared:] for name, column in piece.items()} for piece in row]
+    parts = [(SHARED, 0, head)] + [(n, shared, rest) for n, rest in enumerate(rests, 1)]
     start = 0
-    for number, piece in enumerate(row, 1):
-      stop = start + len(piece["tokens"])
-      for name, column in piece.items():
+    for segment, position, part in parts:
+      stop = start + len(part["tokens"])
+      for name, column in part.items():
         getattr(batch, name)[b, start:stop] = column
-      batch.positions[b, start:stop] = np.arange(stop - start)
-      batch.segment_ids[b, start:stop] = number
-      batch.weights[b, start:stop] = piece["mask"] / trajectories
+      batch.positions[b, start:stop] = np.arange(position, position + stop - start)
+      batch.segment_ids[b, start:stop] = segment
+      batch.weights[b, start:stop] = part["mask"] / trajectories
       start = stop
   return batch
 
@@ -180,9 +204,10 @@ def _pieces(trajectory: types.Trajectory, advantages: np.ndarray) -> list[dict[s
   return pieces
 
 
-def _first_fit_decreasing(lengths: list[int], widths: list[int]
+def _first_fit_decreasing(lengths: list[int], widths: list[int], taken: int = 0
                           ) -> list[tuple[int, list[int]]]:
-  """Rows (width, indices into `lengths`) that hold their lengths; widths: widest first."""
+  """Rows (width, indices into `lengths`) that hold their lengths; widths: widest first; taken:
+  places of every row that are."""
   rows: list[tuple[int, list[int]]] = []
   free: list[int] = []
   for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -191,9 +216,9 @@ def _first_fit_decreasing(lengths: list[int], widths: list[int]
         break
     else:
       b = len(rows)
-      width = [w for w in widths if w >= lengths[index]][-1]
+      width = [w for w in widths if w - taken >= lengths[index]][-1]
       rows.append((width, []))
-      free.append(width)
+      free.append(width - taken)
     rows[b][1].append(index)
     free[b] -= lengths[index]
   return rows

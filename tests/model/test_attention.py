@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kr.model import attention, blockwise, splash
+from kr.model.config import SHARED
 
 Where = attention.Where
 
@@ -38,7 +39,7 @@ def by_formula(q, k, v, where, window):
   out = np.zeros((*q.shape[:3], v.shape[-1]))
   for b, t, h in np.ndindex(q.shape[:3]):
     back = where.index[t] - where.index
-    seen = (back >= 0) & (where.segment[b] == where.segment[b, t])
+    seen = (back >= 0) & np.isin(where.segment[b], [where.segment[b, t], SHARED])
     if window:
       seen &= back < window
     head = h // (q.shape[2] // k.shape[2])
@@ -86,6 +87,23 @@ def test_blockwise_equals_plain_in_values_and_gradients(
   want = both_ways(lambda q, k, v: attention.attend(q, k, v, where, window=window, kind="plain"),
                    q, k, v, g)
   assert_same(got, want, where)
+
+
+# The prefix ends inside a block of keys; without it no block would be seen from other segments.
+@pytest.mark.parametrize("shared, permuted, blocks", [
+  (5, False, (8, 8)), (19, False, (8, 16)), (16, False, (8, 8)), (11, True, (16, 8))])
+def test_all_segments_see_the_shared_tokens_at_the_head_of_their_row(shared, permuted, blocks):
+  q, k, v, g, where = draw(3, 53, 4, 2, 8, 6, mean=7, padding=9)
+  where.segment[:, :shared] = SHARED
+  if permuted:
+    order = np.random.default_rng(1).permutation(53)
+    where = Where(where.index[order], where.segment[:, order])
+    g = g[:, order]
+  plain = lambda q, k, v: attention.attend(q, k, v, where, kind="plain")
+  real = (where.segment > 0)[..., None, None]
+  np.testing.assert_allclose(plain(q, k, v) * real, by_formula(q, k, v, where, 0) * real, atol=2e-6)
+  got = both_ways(lambda q, k, v: blockwise.attend(q, k, v, where, where, 0, *blocks), q, k, v, g)
+  assert_same(got, both_ways(plain, q, k, v, g), where)
 
 
 def test_attend_runs_long_rows_blockwise_on_cpu():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kr import types
+from kr.model.config import SHARED
 from kr.rl import batch
 
 
@@ -142,6 +143,46 @@ def test_one_width_is_the_plain_packing():
   for name, column in batch.pack(items, 12, 2).arrays().items():
     np.testing.assert_array_equal(column, got.arrays()[name])
   assert batch.pack_by_length([], 8, 2, buckets=3)[0].tokens.shape == (2, 8)
+
+
+def test_a_shared_prefix_stands_once_a_row_and_leaves_what_is_trained_as_it_was():
+  # All begin with 7 7 7; the fourth 7 of two of them is not shared, nor is the token before the
+  # first trained one of "b", 7 as well.
+  items = [(trajectory("a", [("c", [7, 7, 7, 7, 1]), ("s", [2])]), [1.0], True),
+           (trajectory("b", [("c", [7, 7, 7, 7]), ("s", [3, 4]), ("c", [5]), ("s", [6])]),
+            [2.0, 3.0], True),
+           (trajectory("c", [("c", [9]), ("s", [9])]), [5.0], False),
+           (trajectory("d", [("c", [7, 7, 7, 8]), ("s", [9])]), [4.0], True)]
+  (got,) = batch.pack_by_length(items, 11, share_prefix=True)
+  S = SHARED
+  expected = {
+      "tokens": [[7, 7, 7, 7, 3, 4, 5, 6, 7, 1, 2], [7, 7, 7, 8, 9, 0, 0, 0, 0, 0, 0]],
+      "positions": [[0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5], [0, 1, 2, 3, 4, 0, 0, 0, 0, 0, 0]],
+      "segment_ids": [[S, S, S, 1, 1, 1, 1, 1, 2, 2, 2], [S, S, S, 1, 1, 0, 0, 0, 0, 0, 0]],
+      "mask": [[0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]],
+      "advantages": [[0, 0, 0, 0, 2, 2, 0, 3, 0, 0, 1], [0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0]],
+  }
+  for name, rows in expected.items():
+    np.testing.assert_array_equal(got.arrays()[name], rows, err_msg=name)
+  np.testing.assert_array_equal(got.weights, got.mask / 4)
+
+
+def test_rows_of_all_widths_have_room_for_the_shared_prefix():
+  items = [(trajectory(str(i), [("c", [7] * 5 + [i]), ("s", [i] * n)]), [1.0], True)
+           for i, n in enumerate((1, 9, 2, 2))]
+  got = batch.pack_by_length(items, 16, buckets=2, share_prefix=True)
+  # Rests of 10, 3, 3, 2 places; rows of 16 - 5 and 8 - 5.
+  assert [(b.tokens.shape, (b.segment_ids > 0).sum(1).tolist()) for b in got] == [
+      ((1, 16), [15]), ((4, 8), [8, 8, 7, 0])]
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2]], [[1, 2], [3, 2]], [[1], [1]], []])
+def test_without_anything_to_share_rows_are_as_they_were(prompts):
+  items = [(trajectory(str(i), [("c", p), ("s", [4])]), [1.0], True)
+           for i, p in enumerate(prompts)]
+  (got,) = batch.pack_by_length(items, 8, share_prefix=True)
+  for name, column in batch.pack(items, 8).arrays().items():
+    np.testing.assert_array_equal(column, got.arrays()[name])
 
 
 def test_widths_that_are_no_whole_numbers_are_refused():

@@ -110,6 +110,23 @@ def test_rows_of_several_widths_take_the_step_of_one_width():
                narrow.params)
 
 
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_a_shared_prefix_computed_once_takes_the_step_of_one_for_each_segment(attention):
+  items = [(trajectory(str(i), [4, 5, 6, 7, 5] + [8] * (i % 3) + [9], [3, 2 + i % 7]), [1.0 + i],
+            True) for i in range(7)]
+  how = Execution(remat="none", attention=attention)
+  apart, together = (learner(micro_rows=1, how=how) for _ in range(2))
+  want = apart.update(batch_lib.pack(items, 32))
+  batches = batch_lib.pack_by_length(items, 32, share_prefix=True)
+  # 6 + 2 tokens and up to 2 more each: 62 in all, 32 of which need not be computed.
+  assert [b.tokens.shape for b in batches] == [(1, 32)] and batches[0].padding_share == 0
+  got = together.update(batches)
+  for key in ("loss", "grad_norm", "entropy", "log_prob"):
+    assert got[key] == pytest.approx(want[key], rel=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), apart.params,
+               together.params)
+
+
 def test_shapes_are_few_and_counted():
   rng, one = np.random.default_rng(0), learner(micro_rows=2)
   seen = set()
