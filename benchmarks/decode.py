@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any, Callable
@@ -34,6 +33,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from kr import wiring  # noqa: E402
 from kr.model import hf  # noqa: E402
 from kr.model import transformer  # noqa: E402
 from kr.model.config import ModelConfig  # noqa: E402
@@ -142,13 +142,11 @@ def bandwidth() -> float:
 
 
 def conditions(cfg: ModelConfig, directory: str, missing: list[str]) -> dict[str, Any]:
-  commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                          text=True).stdout.strip()
   out = {"model": directory and os.path.basename(directory) or "random weights",
          "layers": cfg.layers, "width": cfg.width, "vocab": cfg.vocab, "precision": "float32",
          "new_tokens": _NEW.value, "repeats": _REPEATS.value,
          "threads": len(os.sched_getaffinity(0)), "jax": jax.__version__,
-         "commit": commit or "unknown", "missing": missing}
+         "commit": wiring.commit(), "missing": missing}
   if "torch" not in missing:
     import torch
     import transformers
