@@ -75,7 +75,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       system="Research the question with the tools, then answer.", declare="json",
       max_turns=20, max_context_tokens=8192, max_turn_tokens=320, max_calls=4)
   c.tools = dict(top_k=4, snippet_words=24, lines=24, max_chars=2000, python_wall_s=10.0)
-  c.server = dict(slots=64, max_len=8192, start_timeout_s=1800.0, max_restarts=3)
+  # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
+  c.server = dict(kind="kr", slots=64, max_len=8192, start_timeout_s=1800.0, max_restarts=3)
   c.rollout = dict(concurrency=256, budget_s=0.0)
 
   # More steps to save than in the quick start, so each weighs less: 0.95^20 = 0.36.

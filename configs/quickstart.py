@@ -55,7 +55,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     max_calls=2,
   )
   c.tools = dict(top_k=2, snippet_words=8, lines=7, max_chars=600, python_wall_s=5.0)
-  c.server = dict(slots=64, max_len=768, start_timeout_s=120.0, max_restarts=3)
+  # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
+  c.server = dict(kind="kr", slots=64, max_len=768, start_timeout_s=120.0, max_restarts=3)
   c.rollout = dict(
     concurrency=64, budget_s=0.0
   )  # 0: no time budget, every trajectory ends in its step

@@ -45,7 +45,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     max_calls=1,
   )
   c.tools = dict(top_k=1, snippet_words=4, lines=7, max_chars=600, python_wall_s=5.0)
-  c.server = dict(slots=16, max_len=1024, start_timeout_s=300.0, max_restarts=3)
+  # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
+  c.server = dict(kind="kr", slots=16, max_len=1024, start_timeout_s=300.0, max_restarts=3)
   c.rollout = dict(concurrency=16, budget_s=0.0)  # 0: every trajectory ends in its step
 
   c.rl = dict(

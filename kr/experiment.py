@@ -126,7 +126,7 @@ _FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "s
 
 # Keys that came later, and the values by which a run that was begun without them goes on.
 _LATER = {
-    "rl.row_buckets": 1, "rl.share_prefix": False, "learner.mesh": "",
+    "server.kind": "kr", "rl.row_buckets": 1, "rl.share_prefix": False, "learner.mesh": "",
     "learner.precision": "float32", "learner.remat": "none", "learner.scan": False,
     "learner.attention": "auto", "learner.head_chunk": 1024, "learner.optimizer": "adamw",
     "learner.schedule": "constant", "learner.lora_rank": 0, "learner.lora_alpha": 32.0,

@@ -200,11 +200,13 @@ def limits(config: ConfigDict) -> loop.Limits:
 class Session:
   """A run's tools, chat and inference server, made by `session`; `policy` is its client."""
 
-  def __init__(self, toolbox: Toolbox, chat: Chat, server: ServerProcess, max_restarts: int):
+  def __init__(self, toolbox: Toolbox, chat: Chat, server: ServerProcess, max_restarts: int,
+               exports: Any = None):
     self.toolbox, self.chat, self.server = toolbox, chat, server
-    # On-policy sampling (temperature 1); the retries outlast a restart of the server.
-    self.policy = PolicyClient(server.url, retries=6)
-    self._max_restarts = max_restarts
+    # On-policy sampling (temperature 1); the retries outlast a restart of the server: half a
+    # minute, and two where it must load policies as Hugging Face directories (SGLang).
+    self.policy = PolicyClient(server.url, retries=8 if exports else 6)
+    self._max_restarts, self._exports = max_restarts, exports
 
   def run(self, work: Callable[[PolicyClient], Coroutine[Any, Any, T]]) -> T:
     """What `work(policy)` returns, run in an event loop of its own; call it once.
@@ -216,12 +218,18 @@ class Session:
 
   async def publish(self, policy_dir: str | os.PathLike, version: int) -> None:
     """Makes the server serve a new policy, also after a restart. Raises PolicyError."""
-    self.server.model, self.server.version = str(policy_dir), version  # if it dies from here on
-    await self.policy.update_weights(str(policy_dir), version)
+    served = str(policy_dir)
+    if self._exports:
+      served = await asyncio.to_thread(self._exports.add, policy_dir, version)
+    self.server.model, self.server.version = served, version  # if it dies from here on
+    await self.policy.update_weights(served, version)
+    if self._exports:
+      self._exports.keep(version)
 
   def moved(self, policy_dir: str | os.PathLike) -> None:
     """The policy that is served lies here now: this is where a restarted server reads it."""
-    self.server.model = str(policy_dir)
+    if not self._exports:  # an export stays where it is
+      self.server.model = str(policy_dir)
 
   async def _run(self, work: Callable[[PolicyClient], Coroutine[Any, Any, T]]) -> T:
     worker, watch = asyncio.ensure_future(work(self.policy)), asyncio.ensure_future(self._watch())
@@ -263,11 +271,19 @@ def session(config: ConfigDict, workdir: Workdir, policy_dir: pathlib.Path,
   limits(config)  # refuses what cannot work before anything starts
   toolbox = build_toolbox(config, workdir)
   chat = build_chat(config, workdir, toolbox)
-  with ServerProcess(
-      policy_dir, slots=config.server.slots, max_len=config.server.max_len, seed=config.seed,
-      version=version, log=workdir.server_log,
-      start_timeout_s=config.server.start_timeout_s) as server:
-    yield Session(toolbox, chat, server, config.server.max_restarts)
+  kind = config.server.get("kind", "kr")  # runs of older configs have no such key
+  with contextlib.ExitStack() as stack:
+    exports, served = None, policy_dir
+    if kind == "sglang":
+      from kr.model.exports import Exports  # jax comes along: not for who only asks kr.serve
+      exports = stack.enter_context(
+          contextlib.closing(Exports(workdir.path / "exports", workdir.start)))
+      served = exports.add(policy_dir, version)
+    server = stack.enter_context(ServerProcess(
+        served, kind=kind, slots=config.server.slots, max_len=config.server.max_len,
+        seed=config.seed, version=version, log=workdir.server_log,
+        start_timeout_s=config.server.start_timeout_s))
+    yield Session(toolbox, chat, server, config.server.max_restarts, exports)
 
 
 # ------------------------------------------------------------------------------------ files

@@ -12,9 +12,25 @@ import time
 import urllib.error
 import urllib.request
 
+KINDS = ("kr", "sglang")
+_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+_SGLANG = _ROOT / "launch" / "sglang.sh"
+
 
 class ServerError(RuntimeError):
   """The server could not be started or has died; the text holds the end of its log."""
+
+
+# SGLang keeps some tokens of its context to itself; a request of max_len must fit all the same.
+_SGLANG_MARGIN_TOKENS = 8
+
+
+def _install_sglang() -> None:
+  """Runs launch/sglang.sh --install, which is quick when SGLang is there. Raises ServerError."""
+  done = subprocess.run(["bash", str(_SGLANG), "--install"], stdin=subprocess.DEVNULL, check=False)
+  if done.returncode:
+    raise ServerError(f"SGLang is not installed, and bash {_SGLANG} --install failed (see above): "
+                      "mend that, or take the server kr (server.kind)")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -25,26 +41,30 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class ServerProcess:
-  """`python -m kr.serve` on one policy. Also a context manager: started and healthy inside.
+  """An inference server on one policy. Also a context manager: started and healthy inside.
 
-  model: policy checkpoint or Hugging Face directory. version: the number of these weights.
-  slots, max_len, seed, warm_up: as in kr.serve. log: file that its output is appended to
-  (None: this process's standard error). compile_cache: directory of compiled programs;
-  None: kr.serve's default. env: additions to the environment.
+  kind: "kr", which is `python -m kr.serve`, or "sglang", which is launch/sglang.sh: it takes
+  Hugging Face directories only, and is installed at its first start. model: policy checkpoint
+  or Hugging Face directory. version: the number of these weights. slots, max_len, seed: as in
+  kr.serve. log: file that its output is appended to (None: this process's standard error).
+  env: additions to the environment. Of kr.serve alone: warm_up, and compile_cache, the
+  directory of compiled programs; None: its default.
 
   The server runs in a session of its own, so that Ctrl-C reaches the trainer alone, and
-  ends when its standard input closes: also when the trainer is killed.
+  ends, with all of its processes, when its standard input closes: also when the trainer is
+  killed. Raises ServerError for another kind.
   """
 
-  def __init__(self, model: str | os.PathLike, *, slots: int = 64, max_len: int = 1024,
-               seed: int = 0, version: int = 0, warm_up: bool = False,
+  def __init__(self, model: str | os.PathLike, *, kind: str = "kr", slots: int = 64,
+               max_len: int = 1024, seed: int = 0, version: int = 0, warm_up: bool = False,
                log: str | os.PathLike | None = None,
                compile_cache: str | os.PathLike | None = None, host: str = "127.0.0.1",
                start_timeout_s: float = 120.0, env: dict[str, str] | None = None):
-    self.model, self.version = str(model), int(version)
-    self._flags = dict(slots=slots, max_len=max_len, seed=seed, warm_up=str(warm_up).lower())
-    if compile_cache is not None:
-      self._flags["compile_cache"] = str(compile_cache)
+    if kind not in KINDS:
+      raise ServerError(f"server.kind={kind!r} must be one of {', '.join(KINDS)}")
+    self.kind, self.model, self.version = kind, str(model), int(version)
+    self._slots, self._max_len, self._seed = slots, max_len, seed
+    self._warm_up, self._compile_cache = warm_up, compile_cache
     self._log, self._log_start = None if log is None else pathlib.Path(log), 0
     self._host, self._port = host, 0
     self._start_timeout_s = start_timeout_s
@@ -62,16 +82,19 @@ class ServerProcess:
     return self._process.pid if self._process else None
 
   def start(self) -> None:
-    """Spawns the process; returns at once. Nothing happens when it runs already."""
+    """Spawns the process; returns at once. Nothing happens when it runs already.
+
+    Raises ServerError if SGLang, where that is wanted, is not there and cannot be installed.
+    """
     if self.alive():
       return
     self._port = self._port or free_port(self._host)
-    flags = dict(self._flags, model=self.model, weight_version=self.version, host=self._host,
-                 port=self._port)
-    command = [sys.executable, "-m", "kr.serve", "--exit_with_stdin",
-               *(f"--{k}={v}" for k, v in flags.items())]
-    root = pathlib.Path(__file__).resolve().parent.parent.parent
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
+    if self.kind == "sglang":
+      _install_sglang()
+      command = self._sglang_command()
+    else:
+      command = self._kr_command()
+    path = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
     log = None
     if self._log is not None:
       self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -84,6 +107,23 @@ class ServerProcess:
     finally:
       if log is not None:
         log.close()
+
+  def _kr_command(self) -> list[str]:
+    flags = dict(model=self.model, slots=self._slots, max_len=self._max_len, seed=self._seed,
+                 warm_up=str(self._warm_up).lower(), weight_version=self.version, host=self._host,
+                 port=self._port)
+    if self._compile_cache is not None:
+      flags["compile_cache"] = str(self._compile_cache)
+    return [sys.executable, "-m", "kr.serve", "--exit_with_stdin",
+            *(f"--{k}={v}" for k, v in flags.items())]
+
+  def _sglang_command(self) -> list[str]:
+    room = self._max_len + _SGLANG_MARGIN_TOKENS
+    flags = {"context-length": room, "max-total-tokens": self._slots * room,
+             "max-running-requests": self._slots, "random-seed": self._seed,
+             "weight-version": self.version, "host": self._host}
+    return ["bash", str(_SGLANG), "--exit-with-stdin", "--model", self.model,
+            "--port", str(self._port), *(f"--{k}={v}" for k, v in flags.items())]
 
   def wait_healthy(self, timeout_s: float | None = None) -> None:
     """Blocks until `/health` answers. Raises ServerError when it dies or takes too long."""
