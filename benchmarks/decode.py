@@ -1,6 +1,7 @@
 """How fast kr's decoder samples SmolLM2-135M, against transformers' `generate` on torch.
 
-  .venv/bin/python benchmarks/decode.py [--batch=1,8,32] [--prompt=64,1024] [--repeats=5]
+  python benchmarks/decode.py           batches of 1, 8, 32, prompts of 64 and 1,024: half an hour
+  python benchmarks/decode.py --quick   a two-layer model, to see that it works
 
 kr is the server's engine, in process: it samples at temperature 1 and gives the logprob of every
 token; torch samples likewise, in float32 and in bfloat16, and need not give any. The variants
@@ -14,6 +15,7 @@ cache, would take all of the measured memory bandwidth.
 from __future__ import annotations
 
 from concurrent.futures import wait
+import dataclasses
 import importlib.util
 import json
 import os
@@ -46,11 +48,14 @@ _BATCH = flags.DEFINE_list("batch", ["1", "8", "32"], "Sequences at once.")
 _PROMPT = flags.DEFINE_list("prompt", ["64", "1024"], "Tokens of a prompt.")
 _NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens sampled for each prompt.", 2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements a variant; the median counts.", 1)
+_QUICK = flags.DEFINE_bool("quick", False, "Two small layers, once: no numbers to quote.")
 _TORCH = flags.DEFINE_list("torch", ["float32", "bfloat16"], "Precisions of torch; empty: none.")
 
 SMOLLM2 = ModelConfig(
   vocab=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536, rope_theta=1e5,
   norm_eps=1e-5, tied=True, max_len=2048, family="llama", qk_norm=False)
+SMALL = dataclasses.replace(SMOLLM2, vocab=512, width=64, layers=2, heads=2, kv_heads=1,
+                            head_dim=32, mlp=128)
 Seconds = tuple[float, float]  # of the prompt, and of a token (of every sequence)
 
 
@@ -86,7 +91,7 @@ class Kr:
 class Torch:
   """transformers' `generate`, with sdpa attention and its default cache."""
 
-  def __init__(self, directory: str, precision: str, new: int):
+  def __init__(self, directory: str, cfg: ModelConfig, precision: str, new: int):
     import torch
     import transformers
     dtype = getattr(torch, precision)
@@ -94,7 +99,7 @@ class Torch:
       self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     else:
       self._model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**hf_config())).to(dtype)
+        transformers.LlamaConfig(**hf_config(cfg))).to(dtype)
     self._model.eval()
     self._torch, self._new = torch, new
 
@@ -116,9 +121,8 @@ class Torch:
     return times[0] - started, (times[-1] - times[0]) / (self._new - 1)
 
 
-def hf_config() -> dict[str, Any]:
-  """SMOLLM2 as the arguments of transformers' LlamaConfig."""
-  c = SMOLLM2
+def hf_config(c: ModelConfig) -> dict[str, Any]:
+  """As the arguments of transformers' LlamaConfig."""
   return {"vocab_size": c.vocab, "hidden_size": c.width, "num_hidden_layers": c.layers,
           "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
           "intermediate_size": c.mlp, "rope_theta": c.rope_theta, "rms_norm_eps": c.norm_eps,
@@ -144,7 +148,6 @@ def bandwidth() -> float:
 def conditions(cfg: ModelConfig, directory: str, missing: list[str]) -> dict[str, Any]:
   out = {"model": directory and os.path.basename(directory) or "random weights",
          "layers": cfg.layers, "width": cfg.width, "vocab": cfg.vocab, "precision": "float32",
-         "new_tokens": _NEW.value, "repeats": _REPEATS.value,
          "threads": len(os.sched_getaffinity(0)), "jax": jax.__version__,
          "commit": wiring.commit(), "missing": missing}
   if "torch" not in missing:
@@ -171,21 +174,26 @@ def report(metric: str, rates: dict[str, float], about: dict[str, Any]) -> None:
 def main(argv: list[str]) -> None:
   del argv
   logging.set_verbosity(logging.WARNING)
-  directory = _MODEL.value if os.path.isdir(_MODEL.value) else ""
-  params, cfg = hf.load(directory) if directory else (transformer.init(SMOLLM2), SMOLLM2)
-  new, missing = _NEW.value, ["tunix"]
+  quick = _QUICK.value
+  directory = _MODEL.value if os.path.isdir(_MODEL.value) and not quick else ""
+  cfg = SMALL if quick else SMOLLM2
+  params, cfg = hf.load(directory) if directory else (transformer.init(cfg), cfg)
+  prompts_of, batches = ([16], [2]) if quick else (map(int, _PROMPT.value), _BATCH.value)
+  new, repeats = (4, 1) if quick else (_NEW.value, _REPEATS.value)
+  missing = ["tunix"]
   if not importlib.util.find_spec("torch") or not importlib.util.find_spec("transformers"):
     missing.append("torch")
-  torch = {} if "torch" in missing else {p: Torch(directory, p, new) for p in _TORCH.value if p}
-  about = conditions(cfg, directory, missing)
+  torch = {p: Torch(directory, cfg, p, new) for p in _TORCH.value if p and "torch" not in missing}
+  about = {**conditions(cfg, directory, missing), "new_tokens": new, "repeats": repeats,
+           "quick": quick}
   speed = bandwidth()
   weight_bytes = sum(a.size * 4 for a in jax.tree.leaves(params))
   rng = np.random.default_rng(0)
-  for prompt in map(int, _PROMPT.value):
-    for batch in map(int, _BATCH.value):
+  for prompt in prompts_of:
+    for batch in map(int, batches):
       variants: dict[str, Any] = {"kr": Kr(params, cfg, batch, prompt, new), **torch}
       seconds: dict[str, list[Seconds]] = {name: [] for name in variants}
-      for repeat in range(-1, _REPEATS.value):  # the first compiles
+      for repeat in range(-1, repeats):  # the first compiles
         prompts = rng.integers(0, cfg.vocab, (batch, prompt)).astype(np.int32)
         for name, variant in variants.items():
           got = variant(prompts)

@@ -40,3 +40,9 @@ def test_memory_chunks_and_recomputation_save_memory():
   by_metric = {line["metric"]: line for line in lines_of("memory.py", "--parts=head,layers")}
   assert by_metric["head_peak_mib"]["ratios"]["whole_logits"] > 1.2
   assert by_metric["layers_peak_mib"]["ratios"]["no_remat"] > 1.2
+
+
+def test_decode_samples_what_torch_samples_and_says_what_bounds_it():
+  decode, prefill = lines_of("decode.py")
+  assert [decode["metric"], prefill["metric"]] == ["decode_tokens_per_s", "prefill_tokens_per_s"]
+  assert set(decode["peers"]) == {"torch"} and decode["conditions"]["bandwidth_bound"] > 0
