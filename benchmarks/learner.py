@@ -203,7 +203,7 @@ def settings(directory: pathlib.Path, model: str, sequences: list[Sequence]
   # more do not fit in memory.
   return {
     "kr": (sys.executable, {**common, "row_tokens": longest, "row_buckets": 2 if long else 1,
-                            "micro_rows": 2 if long else 4, "remat": "none"}),
+                            "micro_rows": 1 if long else 4, "remat": "none"}),
     "torch": (sys.executable, {**common, "micro_rows": 4}),
     "tunix": (str(ROOT / ".venv-peers" / "bin" / "python"),
               {**common, "micro_rows": 1 if long else 4, "pad_to": longest, "remat": False}),
