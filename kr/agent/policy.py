@@ -80,6 +80,7 @@ class PolicyClient:
     self._retries = retries
     self._backoff_s = backoff_s
     self._vocab_size = vocab_size
+    self._context_tokens: int | None = None  # prompt and output together; 0: not known
     self._session: aiohttp.ClientSession | None = None
     self._paused = False
     self._version = 0  # For servers that do not report the version: the last one published.
@@ -90,7 +91,8 @@ class PolicyClient:
                      rid: str, temperature: float | None = None) -> Sampled:
     """Samples one turn after `ids`.
 
-    A turn that was aborted, or that several versions sampled, comes back with finish "abort". A
+    A turn that was aborted, or that several versions sampled, comes back with finish "abort". One
+    that asks for more than the server's context holds gets what it holds: finish "length". A
     retry aborts the earlier attempt and sends the same `rid`; cancelling aborts the request.
     Raises ContextOverflow for a prompt over the server's context, PolicyError otherwise.
     """
@@ -98,6 +100,9 @@ class PolicyClient:
     if temperature is not None:
       settings["temperature"] = temperature
     start_s = time.monotonic()
+    await self._check_ids(ids)
+    if self._context_tokens:  # some servers refuse what others cut
+      max_new_tokens = min(max_new_tokens, max(self._context_tokens - len(ids), 1))
     answer = await self._generate(ids, rid, -1, {
         **settings, "max_new_tokens": max_new_tokens, "stop_token_ids": list(stop_ids),
         "ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False,
@@ -108,6 +113,7 @@ class PolicyClient:
 
   async def score(self, ids: Sequence[int], rid: str | None = None) -> list[float]:
     """Log-probabilities of a given sequence, one per id; 0.0 for the first, which has none."""
+    await self._check_ids(ids)
     answer = await self._generate(ids, rid or f"score.{time.monotonic_ns()}.", 0, {
         **on_policy.NEUTRAL, "max_new_tokens": 0})
     entries = _field(answer, "meta_info", "input_token_logprobs")
@@ -117,7 +123,6 @@ class PolicyClient:
 
   async def _generate(self, ids: Sequence[int], rid: str, logprob_start: int,
                       sampling: dict[str, Any]) -> dict[str, Any]:
-    await self._check_ids(ids)
     body = {"input_ids": list(ids), "rid": rid, "sampling_params": sampling,
             "return_logprob": True, "logprob_start_len": logprob_start, "stream": False}
     try:
@@ -127,8 +132,10 @@ class PolicyClient:
       raise
 
   async def _check_ids(self, ids: Sequence[int]) -> None:
-    if self._vocab_size is None:
-      self._vocab_size = _vocabulary(await self.info())
+    if self._vocab_size is None or self._context_tokens is None:
+      info = await self.info()
+      self._vocab_size = _vocabulary(info) if self._vocab_size is None else self._vocab_size
+      self._context_tokens = int(info.get("context_length") or 0)
     if not ids:
       raise PolicyError("an empty prompt cannot be continued")
     low, high = min(ids), max(ids)
