@@ -77,7 +77,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   c.tools = dict(top_k=4, snippet_words=24, lines=24, max_chars=2000, python_wall_s=10.0)
   # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
   c.server = dict(kind="kr", slots=64, max_len=8192, start_timeout_s=1800.0, max_restarts=3)
-  c.rollout = dict(concurrency=256, budget_s=0.0)
+  # As in configs/quickstart.py.
+  c.rollout = dict(
+    concurrency=256, max_staleness=0, budget_s=0.0, enough=1.0, max_pauses=4,
+    turn_s=0.0, tool_s=0.0, trajectory_s=0.0, grace_s=30.0)
 
   # More steps to save than in the quick start, so each weighs less: 0.95^20 = 0.36.
   c.rl = dict(
@@ -85,7 +88,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       gamma=0.95, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
       learning_rate=1e-6, b2=0.99, warmup_steps=10, clip_norm=1.0, weight_decay=0.0,
       row_tokens=8192, micro_rows=32, row_buckets=3, share_prefix=False,
-      max_logprob_gap=0.05, keep_checkpoints=2)
+      max_logprob_gap=0.05, keep_checkpoints=2, off_policy="strict", ratio_cap=2.0)
   c.learner = dict(
       mesh="fsdp=8,expert=4", precision="bfloat16", remat="block", scan=True,
       attention="auto", head_chunk=1024, optimizer="muon", schedule="constant", lora_rank=0,

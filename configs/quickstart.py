@@ -57,16 +57,22 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   c.tools = dict(top_k=2, snippet_words=8, lines=7, max_chars=600, python_wall_s=5.0)
   # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
   c.server = dict(kind="kr", slots=64, max_len=768, start_timeout_s=120.0, max_restarts=3)
+  # Acting may run ahead by max_staleness policies; 0: strictly on-policy. A step ends early after
+  # budget_s seconds (0: no budget) or with a share `enough` of its groups; what is unfinished then
+  # goes on first in the next one, max_pauses times at most. In seconds, 0 for none: turn_s and
+  # tool_s of a turn and of a call, trajectory_s of all of them. grace_s: what SIGTERM leaves.
   c.rollout = dict(
-    concurrency=64, budget_s=0.0
-  )  # 0: no time budget, every trajectory ends in its step
+    concurrency=64, max_staleness=0, budget_s=0.0, enough=1.0, max_pauses=4,
+    turn_s=0.0, tool_s=0.0, trajectory_s=0.0, grace_s=30.0)
 
+  # off_policy: what becomes of tokens that an older policy sampled, which asynchrony and early ends
+  # bring: strict (an error), mask, tis (its ratios up to ratio_cap), topr or keep.
   c.rl = dict(
       steps=50, tasks_per_step=16, group_size=4,
       gamma=0.9, format_penalty=0.2, negatives_keep=0.3, protect_faults=True,
       learning_rate=2.5e-4, b2=0.99, warmup_steps=5, clip_norm=10.0, weight_decay=0.0,
       row_tokens=768, micro_rows=4, row_buckets=1, share_prefix=False,
-      max_logprob_gap=1e-3, keep_checkpoints=2)
+      max_logprob_gap=1e-3, keep_checkpoints=2, off_policy="strict", ratio_cap=2.0)
 
   # How the update is computed. mesh: such as "fsdp=4,tensor=2", empty for one device.
   # precision: float32, mixed or bfloat16. remat: none, dots, block or offload. optimizer: adamw

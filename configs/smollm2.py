@@ -47,14 +47,17 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   c.tools = dict(top_k=1, snippet_words=4, lines=7, max_chars=600, python_wall_s=5.0)
   # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
   c.server = dict(kind="kr", slots=16, max_len=1024, start_timeout_s=300.0, max_restarts=3)
-  c.rollout = dict(concurrency=16, budget_s=0.0)  # 0: every trajectory ends in its step
+  # As in configs/quickstart.py.
+  c.rollout = dict(
+    concurrency=16, max_staleness=0, budget_s=0.0, enough=1.0, max_pauses=4,
+    turn_s=0.0, tool_s=0.0, trajectory_s=0.0, grace_s=30.0)
 
   c.rl = dict(
     steps=200, tasks_per_step=4, group_size=6,
     gamma=0.95, format_penalty=0.2, negatives_keep=0.5, protect_faults=True,
     learning_rate=1e-5, b2=0.99, warmup_steps=5, clip_norm=1.0, weight_decay=0.0,
     row_tokens=4096, micro_rows=1, row_buckets=1, share_prefix=True,
-    max_logprob_gap=1e-3, keep_checkpoints=2,
+    max_logprob_gap=1e-3, keep_checkpoints=2, off_policy="strict", ratio_cap=2.0,
   )
   # As in configs/quickstart.py. Float32: the server samples in it, and the two must agree.
   c.learner = dict(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import optax
 from kr import stages
 from kr import types
 from kr import wiring
+from kr.agent import loop
 from kr.model import attention
 from kr.model import hf
 from kr.model import sharding
@@ -25,6 +27,7 @@ from kr.model.lora import Lora
 from kr.rl import advantage
 from kr.rl import batch as batch_lib
 from kr.rl import reward
+from kr.rl import pool
 from kr.rl.learner import Learner
 from kr.rl.optim import make_optimizer
 
@@ -116,13 +119,41 @@ def meta_of(learner: Learner, metrics: dict[str, Any] | None = None) -> dict[str
   return {"model": learner.cfg, "tokenizer": "../../start", "metrics": metrics}
 
 
+# -------------------------------------------------------------------- rollout
+
+
+def pace(config: ConfigDict) -> pool.Pace:
+  """How acting keeps step with learning. Raises UserError."""
+  c, off_policy = config.rollout, config.rl.off_policy
+  with stages.users_error("config.rollout"):
+    result = pool.Pace(concurrency=c.concurrency, max_staleness=c.max_staleness,
+                       budget_s=c.budget_s or None, enough=c.enough, max_pauses=c.max_pauses)
+    if result.oldest and off_policy == "strict":
+      raise ValueError(
+          "with max_staleness above 0, a budget_s or enough below 1, trained tokens may be of "
+          "older policies: set rl.off_policy to mask, tis, topr or keep, which say what becomes of "
+          "them")
+  return result
+
+
+def limits(config: ConfigDict) -> loop.Limits:
+  """The bounds of a training rollout: every rollout's, and those in seconds. Raises UserError."""
+  c, unlimited = config.rollout, wiring.limits(config)
+  with stages.users_error("config.rollout"):
+    return dataclasses.replace(unlimited, turn_s=c.turn_s, tool_s=c.tool_s,
+                               trajectory_s=c.trajectory_s)
+
+
 # -------------------------------------------------------------------- the run's own state
 
 # What may differ between two starts of one run: its length, and what changes no result.
 # A mesh and what follows it change the result by rounding alone: a run may move to other devices.
 _FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "server.",
-         "eval.concurrency:", "rollout.concurrency:", "learner.mesh:", "learner.remat:",
-         "learner.scan:", "learner.attention:", "learner.head_chunk:", "rl.share_prefix:")
+         "eval.concurrency:", "rollout.concurrency:", "rollout.grace_s:", "learner.mesh:",
+         "learner.remat:", "learner.scan:", "learner.attention:", "learner.head_chunk:",
+         "rl.share_prefix:")
+
+OFF_POLICY = ("strict", "mask", "tis", "topr", "keep")
 
 # Keys that came later, and the values by which a run that was begun without them goes on.
 _LATER = {
@@ -130,7 +161,10 @@ _LATER = {
     "learner.precision": "float32", "learner.remat": "none", "learner.scan": False,
     "learner.attention": "auto", "learner.head_chunk": 1024, "learner.optimizer": "adamw",
     "learner.schedule": "constant", "learner.lora_rank": 0, "learner.lora_alpha": 32.0,
-    "learner.lora_targets": ()}
+    "learner.lora_targets": (), "rollout.max_staleness": 0, "rollout.enough": 1.0,
+    "rollout.max_pauses": 4, "rollout.turn_s": 0.0, "rollout.tool_s": 0.0,
+    "rollout.trajectory_s": 0.0, "rollout.grace_s": 30.0, "rl.off_policy": "strict",
+    "rl.ratio_cap": 2.0}
 
 
 def check_config(config: ConfigDict) -> None:
@@ -146,6 +180,10 @@ def check_config(config: ConfigDict) -> None:
     if config[section][name] < 1:
       raise wiring.UserError(f"{key}={config[section][name]} must be at least 1")
   with stages.users_error("config.rl"):
+    if rl.off_policy not in OFF_POLICY:
+      raise ValueError(f"off_policy={rl.off_policy!r} is none of {', '.join(OFF_POLICY)}")
+    if not rl.ratio_cap > 0:
+      raise ValueError(f"ratio_cap={rl.ratio_cap} must be above 0")
     reward.step_rewards(types.StopReason.ANSWERED, True, 1, rl.gamma, rl.format_penalty)
     advantage.negative_sample_control([], rl.negatives_keep, np.random.default_rng(0))
     if min(rl.tasks_per_step, rl.group_size, rl.micro_rows, rl.row_tokens) < 1:
@@ -162,6 +200,11 @@ def check_config(config: ConfigDict) -> None:
       raise ValueError("keep_checkpoints must be at least 2: the server may still need the last "
                        "policy while the next one is published")
     batch_lib.pack_by_length([], rl.row_tokens, rl.micro_rows, rl.row_buckets)
+  pace(config)
+  limits(config)
+  if not config.rollout.grace_s > 0:
+    raise wiring.UserError(f"rollout.grace_s={config.rollout.grace_s} must be above 0: the seconds "
+                           "that SIGTERM leaves the run to stop")
   with stages.users_error("config.learner"):
     learner_parts(config)
     sharding.parse(config.learner.mesh)

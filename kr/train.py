@@ -10,9 +10,13 @@ where it was stopped, however it was stopped; --config.rl.steps=60 extends a fin
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 import contextlib
+import os
 import pathlib
+import signal
 import sys
+import threading
 from typing import Any
 
 from absl import flags
@@ -40,6 +44,7 @@ from kr.rl import metrics as metrics_lib
 from kr.rl import rollout
 from kr.rl.buffer import ReplayBuffer
 from kr.rl.learner import Learner
+from kr.rl.pool import Left, Pool
 
 ConfigDict = ml_collections.ConfigDict
 
@@ -49,6 +54,8 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where everything of the run is 
 _PLAN = flags.DEFINE_bool("plan", False, "Print what a step would need on the mesh, and end.")
 _MESH = flags.DEFINE_string("mesh", None, "Instead of config.learner.mesh: fsdp=64,tensor=4.")
 _CHIP = flags.DEFINE_enum("chip", "v5e", sorted(cost.CHIPS), "What the mesh of --plan is made of.")
+_TERMINATED = 128 + signal.SIGTERM  # exit status
+
 flags.mark_flag_as_required("config")
 flags.register_multi_flags_validator(
     ["workdir", "plan"], lambda given: given["plan"] or given["workdir"] is not None,
@@ -74,7 +81,11 @@ def main(argv: list[str]) -> None:
             f"Extend it with --config.rl.steps={config.rl.steps + 20}.")
       return
     compiled.keep()
-    run_stages(config, workdir, buffer, stages.Clock(workdir.path / "minutes.json"), stack)
+    try:
+      run_stages(config, workdir, buffer, stages.Clock(workdir.path / "minutes.json"), stack)
+    except Left as e:
+      stages.say(str(e))
+      sys.exit(_TERMINATED)  # through the stack, which has the checkpoint get whole
 
 
 def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer,
@@ -149,26 +160,32 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer
 async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learner, restored: int,
                     checkpoints: Checkpoints, session: wiring.Session, buffer: ReplayBuffer,
                     writer: metrics_lib.MetricsWriter, clock: stages.Clock) -> None:
-  """REINFORCE. Step n rolls out under policy n-1, updates it, and publishes policy n."""
-  rl = config.rl
+  """REINFORCE. Step n updates policy n-1 with what it sampled, or one before it if that is
+  allowed, and publishes policy n. Acting goes on meanwhile, if that is."""
+  rl, pace = config.rl, experiment.pace(config)
   buffer.rewind(restored)  # what was trained after that checkpoint is to be trained again
-  with stages.bar("reinforce", rl.steps, "step", restored) as steps:
-    def on_progress(_, done: int, total: int) -> None:
-      steps.set_postfix_str(f"rollout {done}/{total}", refresh=False)
-      steps.update(0)  # draws, if it is time to
 
+  def tasks_of(step: int) -> list[types.Task]:
+    count = rl.tasks_per_step if step <= rl.steps else 0
+    return rollout.pick_tasks(train, config.seed, step, count)
+
+  def on_progress(_, done: int, total: int) -> None:
+    steps.set_postfix_str(f"rollout {done}/{total}", refresh=False)
+    steps.update(0)  # draws, if it is time to
+
+  async with contextlib.AsyncExitStack() as stack:
+    steps = stack.enter_context(stages.bar("reinforce", rl.steps, "step", restored))
+    pool = await stack.enter_async_context(Pool(
+        tasks_of, rl.group_size, pace, seed=config.seed, policy=session.policy,
+        toolbox=session.toolbox, chat=session.chat, limits=experiment.limits(config), buffer=buffer,
+        grade=grade, on_progress=on_progress))
+    stack.enter_context(preemptible(pool, config.rollout.grace_s))
     for step in range(restored + 1, rl.steps + 1):
       seconds, watch = {}, stages.Stopwatch()
 
       # ---- rollout: groups of trajectories, concurrently
-      trajectories = await rollout.collect(
-          rollout.pick_tasks(train, config.seed, step, rl.tasks_per_step), rl.group_size, step=step,
-          seed=config.seed, policy=session.policy, toolbox=session.toolbox, chat=session.chat,
-          limits=wiring.limits(config), buffer=buffer, grade=grade,
-          concurrency=config.rollout.concurrency, budget_s=config.rollout.budget_s or None,
-          on_progress=on_progress)
-      if not config.rollout.budget_s:
-        rollout.assert_on_policy(trajectories, step - 1)
+      trajectories = await pool.collect(step)
+      rollout.assert_on_policy(trajectories, step - 1, pace.oldest)
       seconds["rollout_s"] = watch()
       await settle(checkpoints, step - 1, session)
       seconds["checkpoint_s"] = watch()
@@ -187,14 +204,17 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
 
       # ---- checkpoint, publish. Rows are consumed first, and rewound if no checkpoint follows.
       row = {**metrics_lib.summarize(trajectories, rewards, buffer.counts(step)["excluded"]),
+             **metrics_lib.staleness(trajectories, step - 1), **pool.take_counts(),
              **update, **seconds, "discarded": int((~keep).sum()),
              "padding_share": batch_lib.padding_share(batches)}
       buffer.consume([t.id for t in trajectories], step)
-      policy_dir = checkpoints.save_async(step, *learner.state(), experiment.meta_of(learner, row))
-      await session.publish(policy_dir, step)
+      policy_dir = await asyncio.to_thread(
+          checkpoints.save_async, step, *learner.state(), experiment.meta_of(learner, row))
+      async with pool.publishing():
+        await session.publish(policy_dir, step)
       seconds["publish_s"] = watch()
 
-      row |= {"publish_s": seconds["publish_s"],
+      row |= {"publish_s": seconds["publish_s"], "drain_s": pool.drain_s,
               "tokens_per_s": sum(len(s) for t in trajectories for s in t.segments)
                               / sum(seconds.values())}
       writer.write(step, row)
@@ -203,6 +223,27 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       steps.update()
   await settle(checkpoints, rl.steps, session)
   checkpoints.sweep()
+
+
+@contextlib.contextmanager
+def preemptible(pool: Pool, grace_s: float) -> Iterator[None]:
+  """On SIGTERM rollouts stop at turn boundaries and are stored, a step that learns is finished.
+
+  What is not done `grace_s` after the signal is left: the process ends as if it were killed.
+  """
+  def leave() -> None:
+    stages.say(f"SIGTERM: leaving within {grace_s:g} s")
+    timer = threading.Timer(grace_s, os._exit, (_TERMINATED,))
+    timer.daemon = True
+    timer.start()
+    pool.leave()
+
+  events = asyncio.get_running_loop()
+  events.add_signal_handler(signal.SIGTERM, leave)
+  try:
+    yield
+  finally:
+    events.remove_signal_handler(signal.SIGTERM)
 
 
 async def settle(checkpoints: Checkpoints, step: int, session: wiring.Session) -> None:

@@ -21,13 +21,14 @@ class StopReason(str, enum.Enum):
   MAX_TURNS = "max_turns"
   CONTEXT_OVERFLOW = "context_overflow"
   INVALID_ACTION = "invalid_action"
+  TIME_LIMIT = "time_limit"
   PAUSED = "paused"
   INFRASTRUCTURE = "infrastructure"
 
 
-# The stops that the format reward penalises: the policy's own fault, and visible to it.
-FORMAT_FAULTS = frozenset(
-    {StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW, StopReason.INVALID_ACTION})
+# The stops that the format reward penalises: the policy's own fault.
+FORMAT_FAULTS = frozenset({StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW,
+                           StopReason.INVALID_ACTION, StopReason.TIME_LIMIT})
 
 
 @dataclasses.dataclass(frozen=True)

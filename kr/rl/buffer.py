@@ -78,24 +78,42 @@ class ReplayBuffer:
       self._lock.close()
       raise
 
-  def put(self, trajectory: types.Trajectory, step: int) -> bool:
+  def put(self, trajectory: types.Trajectory, step: int, made: int | None = None) -> bool:
     """Stores a trajectory that ended or paused in `step`; returns whether anything changed.
 
-    Idempotent by id: what is finished stays as it is, whatever comes after. `step` counts as
-    the step that made it when the id is new.
+    Idempotent by id: what is finished stays as it is, whatever comes after. `made` is the step
+    that made it when the id is new (None: `step`).
     """
     if trajectory.stop is None:
       raise ValueError(f"trajectory {trajectory.id} is still running: it has no stop reason")
     state = {types.StopReason.PAUSED: "paused",
              types.StopReason.INFRASTRUCTURE: "excluded"}.get(trajectory.stop, "finished")
-    payload = zlib.compress(json.dumps(trajectory.to_json()).encode(), 3)
+    payload = _encode(trajectory)
     with self._errors():
       cursor = self._db.execute(
           "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, NULL) ON CONFLICT (id) DO UPDATE "
           "SET state = excluded.state, payload = excluded.payload, "
           "step_written = excluded.step_written WHERE trajectories.state != 'finished'",
-          (trajectory.id, step, step, trajectory.task.id, trajectory.sample, state, payload))
+          (trajectory.id, step if made is None else made, step, trajectory.task.id,
+           trajectory.sample, state, payload))
     return cursor.rowcount > 0
+
+  def begin(self, trajectories: Iterable[types.Trajectory], step: int) -> None:
+    """Stores as paused what `step` is about to run from its start, unless its id is there."""
+    with self._errors(), self._transaction():
+      self._db.executemany(
+          "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, 'paused', ?, NULL)",
+          ((t.id, step, step, t.task.id, t.sample, _encode(t)) for t in trajectories))
+
+  def carry(self, step: int) -> int:
+    """Leaves what is paused to the step after `step`; returns how many rows that were.
+
+    Call it when `step` has what it trains: from here on a repeated `step` runs nothing more, and
+    so trains the same.
+    """
+    with self._errors():
+      return self._db.execute("UPDATE trajectories SET step_written = ? WHERE state = 'paused' AND "
+                              "step_written <= ?", (step + 1, step)).rowcount
 
   def get(self, id: str) -> types.Trajectory | None:
     """The stored trajectory, or None."""
@@ -246,6 +264,10 @@ class ReplayBuffer:
           f"the replay buffer {self.path} is damaged ({e}). Move {self.path} and its -wal and "
           "-shm files away and start again: the run goes on from its last checkpoint, and only "
           "trajectories that were not trained yet are lost") from e
+
+
+def _encode(trajectory: types.Trajectory) -> bytes:
+  return zlib.compress(json.dumps(trajectory.to_json()).encode(), 3)
 
 
 def _lock(path: str):

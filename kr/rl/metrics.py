@@ -15,6 +15,12 @@ import tensorboardX
 from kr import types
 
 
+# What a console line says only where it happened: name there -> metric.
+_EXCEPTIONS = {"paused": "paused", "resumed": "resumed", "stale": "stale",
+               "excluded": "infrastructure", "slow turns": "turn_timeouts",
+               "slow tools": "tool_timeouts", "mixed turns": "mixed_versions"}
+
+
 class MetricsError(Exception):
   """metrics.jsonl cannot be read or written; the text says what to do."""
 
@@ -54,8 +60,26 @@ def summarize(trajectories: Sequence[types.Trajectory], rewards: Sequence[np.nda
   }
 
 
+def staleness(trajectories: Sequence[types.Trajectory], version: int) -> dict[str, float | int]:
+  """How old the trained tokens are in a step that updates policy `version`.
+
+  stale: trajectories that hold a token of an older policy. staleness and staleness_max: mean and
+  largest difference of versions, over the sampled tokens.
+  """
+  ages = [[version - v for s in t.segments for v, m in zip(s.versions, s.mask) if m]
+          for t in trajectories]
+  tokens = [age for of_one in ages for age in of_one]
+  return {"stale": sum(any(of_one) for of_one in ages),
+          "staleness": float(np.mean(tokens)) if tokens else 0.0,
+          "staleness_max": max(tokens, default=0)}
+
+
 def console_line(step: int, m: dict[str, Any]) -> str:
-  """What a step did, in one line; – where a step has no trajectories to tell it of."""
+  """What a step did, in one line; – where a step has no trajectories to tell it of.
+
+  Trajectories that were paused, resumed, trained with tokens of older policies, or excluded, and
+  time-outs, end the line where there were any.
+  """
   number = lambda key, form: "–" if m.get(key) is None else format(m[key], form)
   # Tool time is added up over concurrent trajectories: its share of their time is what counts.
   waited = m["policy_s"] + m["tools_s"]
@@ -65,7 +89,8 @@ def console_line(step: int, m: dict[str, Any]) -> str:
           f"entropy {number('entropy', '.3f')}  gap {number('logprob_gap', '.0e')}  "
           f"{number('tokens_per_s', '.0f')} tok/s  "
           f"rollout {m['rollout_s']:.1f} s (tools {tools:.1f})  "
-          f"update {m['update_s']:.1f} s  publish {m['publish_s']:.1f} s")
+          f"update {m['update_s']:.1f} s  publish {m['publish_s']:.1f} s"
+          + "".join(f"  {name} {m[key]}" for name, key in _EXCEPTIONS.items() if m.get(key)))
 
 
 def read(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
