@@ -26,18 +26,28 @@ from kr.rl import loss as loss_lib
 from kr.rl.batch import Batch
 
 
+def stale(batch: Batch, version: int | None) -> np.ndarray:
+  """Which tokens another policy than `version` sampled, [B,T] bool; None: none.
+
+  An older one as a rule; a newer one where a run went back to an earlier checkpoint.
+  """
+  if version is None:
+    return np.zeros(batch.mask.shape, bool)
+  return (batch.mask == 1) & (batch.versions != version)
+
+
 def micro_batches(batch: Batch, rows: int, version: int | None = None,
-                  trained_multiple: int = 512, mesh: Mesh | None = None
+                  trained_multiple: int = 512, mesh: Mesh | None = None, mask_stale: bool = False
                   ) -> Iterator[loss_lib.Rows]:
   """Cuts a batch into micro-batches of `rows` rows, padded so that few shapes are compiled.
 
   The batch's row count must be a multiple of `rows` (`pack` sees to it), and `rows` one of the
   mesh's row axes. The number of trained tokens is rounded up, see `padded`. version: the policy
-  that is updated; the behaviour logprobs of others' tokens become NaN, since they may differ.
+  that is updated, for `stale`. mask_stale: leave the stale tokens out. A micro-batch with no
+  token to train is left out.
   """
-  logprobs = batch.logprobs
-  if version is not None:
-    logprobs = np.where(batch.versions == version, logprobs, np.nan)
+  is_stale = stale(batch, version)
+  mask = (batch.mask == 1) & ~is_stale if mask_stale else batch.mask == 1
   T = batch.tokens.shape[1]
   across = sharding.size(mesh, sharding.RULES["rows"]) if mesh else 1
   along = sharding.size(mesh, "context") if mesh else 1
@@ -48,7 +58,7 @@ def micro_batches(batch: Batch, rows: int, version: int | None = None,
   place = np.argsort(order)  # where each token of a row stands
   for start in range(0, batch.tokens.shape[0], rows):
     part = slice(start, start + rows)
-    row, at = np.nonzero(batch.mask[part])
+    row, at = np.nonzero(mask[part])
     if not row.size:
       continue
     before = place[at - 1]
@@ -64,6 +74,11 @@ def micro_batches(batch: Batch, rows: int, version: int | None = None,
       return out
 
     of = lambda a: a[part][row, at]
+    turns = None
+    if (old := of(is_stale)).any():
+      # A turn is a run of sampled tokens: an observation or another segment follows it.
+      begins = np.diff(row * (T + 1) + at, prepend=-2) != 1
+      turns = column(np.where(old, np.cumsum(begins), 0), np.int32)
     yield loss_lib.Rows(
       tokens=batch.tokens[part][:, order],
       positions=batch.positions[part][:, order],
@@ -73,7 +88,8 @@ def micro_batches(batch: Batch, rows: int, version: int | None = None,
       target=column(of(batch.tokens), np.int32),
       advantage=column(of(batch.advantages), np.float32),
       weight=column(of(batch.weights), np.float32),
-      behaviour=column(of(logprobs), np.float32),
+      behaviour=column(of(batch.logprobs), np.float32),
+      stale_turn=turns,
     )
 
 
@@ -92,7 +108,9 @@ class Learner:
   `kr.model.sharding` says; None: the default device, in a copy. Arrays that lie on the mesh
   already become the learner's own, and its first update gives their memory away. how: precision,
   rematerialisation and so on. lora: the policy is frozen, and adapters beside it are trained
-  (made from `seed`).
+  (made from `seed`). off_policy: what becomes of tokens that another version of the policy
+  sampled: `strict` refuses them, `mask` trains without them, `tis`, `topr` and `keep` weigh them
+  (see `kr.rl.loss.Correction`); ratio_cap: where `tis` truncates the ratio.
 
   `params` is what is trained: the policy, or its adapters. `policy` is the policy either way.
   """
@@ -108,7 +126,14 @@ class Learner:
     how: Execution = transformer.PLAIN,
     lora: Lora | None = None,
     seed: int = 0,
+    off_policy: str = "strict",
+    ratio_cap: float = 2.0,
   ):
+    if off_policy not in loss_lib.KINDS:
+      raise ValueError(f"off_policy={off_policy!r} is none of {', '.join(loss_lib.KINDS)}")
+    if not ratio_cap > 0:
+      raise ValueError(f"ratio_cap={ratio_cap} must be above 0: it bounds the weight of a token")
+    self.correction = loss_lib.Correction(off_policy, float(ratio_cap))
     self.cfg, self.optimizer, self.micro_rows = cfg, optimizer, micro_rows
     self.mesh, self.how, self.lora = mesh, how, lora
     self._shapes = set()  # of micro-batches, each of which was compiled once
@@ -155,41 +180,50 @@ class Learner:
              ) -> dict[str, float]:
     """One optimizer step on packed rows; returns means over their trained tokens.
 
-    `logprob_gap` is the mean absolute difference to the behaviour logprobs, over the tokens
-    that policy `version` sampled (None: all). A batch without a single trained token changes
-    nothing. A non-finite gradient is skipped and reported as `skipped` = 1. `compiles` counts
-    the shapes of micro-batches that this learner has met: few, see `pack_by_length` and `padded`.
+    version: the policy that is updated (None: it sampled all tokens itself). `logprob_gap` is
+    the mean absolute difference to the behaviour logprobs, over the tokens that it sampled.
+    A batch without a single trained token changes nothing. A non-finite gradient is skipped and
+    reported as `skipped` = 1. `compiles` counts the programs that this learner's micro-batches
+    took: few, see `pack_by_length` and `padded`.
+
+    `stale_tokens` of the batch's sampled tokens are another policy's; `masked_tokens` of them
+    get no gradient. Where others do, `ratio_mean` and `ratio_max` tell their ratios before
+    clipping, and `clipped_share` how many were clipped. Raises ValueError for a stale token
+    if `off_policy` is `strict`, before anything is computed.
     """
     batches = [batch] if isinstance(batch, Batch) else batch
+    stale_tokens, masked = self._check_stale(batches, version), self.correction.kind == "mask"
     with self._on_mesh():
       grads, sums = None, []
       for part in batches:
         rows_of = self.micro_rows * part.split
-        for rows in micro_batches(part, rows_of, version, mesh=self.mesh):
+        for rows in micro_batches(part, rows_of, version, mesh=self.mesh, mask_stale=masked):
           if grads is None:
             grads = _zeros(self.params, self.cfg, self.lora)
-          self._shapes.add((rows.tokens.shape, rows.target.shape))
+          self._shapes.add((rows.tokens.shape, rows.target.shape, rows.stale_turn is None))
           grads, aux = _accumulate(self.params, self._frozen, grads, self._place(rows), self.cfg,
-                                   self.how, self.lora)
+                                   self.how, self.lora, self.correction)
           sums.append(aux)
+      counts = {"compiles": len(self._shapes), "stale_tokens": stale_tokens,
+                "masked_tokens": stale_tokens * masked}
       if not sums:
-        return {"loss": 0.0, "trained_tokens": 0, "skipped": 0, "compiles": len(self._shapes)}
+        return {"loss": 0.0, "trained_tokens": 0, "skipped": 0, **counts}
       self.params, self.opt_state, norm = _apply(
           self.params, self.opt_state, grads, self.optimizer, self.cfg, self.lora)
-    sums = [{k: float(v) for k, v in s.items()} for s in sums]
-    total = lambda key: sum(s[key] for s in sums)
-    n = total("trained_tokens")
-    return {
-      "loss": total("loss"),
-      "grad_norm": float(norm),
-      "skipped": int(not np.isfinite(float(norm))),
-      "compiles": len(self._shapes),
-      "trained_tokens": int(n),
-      "log_prob": total("log_prob") / n,
-      "entropy": total("entropy") / n,
-      "logprob_gap": total("gap") / max(total("compared_tokens"), 1),
-      "logprob_gap_max": max(s["max_gap"] for s in sums),
-    }
+    return {**counts, **_means([{k: float(v) for k, v in s.items()} for s in sums]),
+            "grad_norm": float(norm), "skipped": int(not np.isfinite(float(norm)))}
+
+  def _check_stale(self, batches: Sequence[Batch], version: int | None) -> int:
+    """How many tokens are stale. Raises ValueError if there may be none."""
+    odd = [part.versions[stale(part, version)] for part in batches]
+    count = sum(map(len, odd))
+    if count and self.correction.kind == "strict":
+      others = ", ".join(map(str, np.unique(np.concatenate(odd))))
+      raise ValueError(
+        f"{count} tokens of the batch were sampled by policy {others}, but policy {version} is "
+        "updated, and off_policy=strict allows none of another: roll out without pauses and "
+        "ahead of no update, or set off_policy to mask, tis, topr or keep")
+    return count
 
   def _on_mesh(self) -> contextlib.AbstractContextManager:
     return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
@@ -208,7 +242,26 @@ class Learner:
       jax.make_array_from_callback(
         a.shape, by_row if name in ("tokens", "positions", "segment_ids") else by_piece,
         lambda index, a=a: a[index])
-      for name, a in rows._asdict().items()))
+      for name, a in rows._asdict().items() if a is not None))
+
+
+def _means(sums: Sequence[dict[str, float]]) -> dict[str, float]:
+  """The metrics of an update from the sums of its micro-batches."""
+  total = lambda key: sum(s.get(key, 0.0) for s in sums)
+  most = lambda key: max(s.get(key, 0.0) for s in sums)
+  n, of_others = total("trained_tokens"), total("stale_tokens")
+  means = {
+    "loss": total("loss"),
+    "trained_tokens": int(n),
+    "log_prob": total("log_prob") / n,
+    "entropy": total("entropy") / n,
+    "logprob_gap": total("gap") / max(total("compared_tokens"), 1),
+    "logprob_gap_max": most("max_gap"),
+  }
+  if of_others:
+    means |= {"ratio_mean": total("ratio") / of_others, "ratio_max": most("max_ratio"),
+              "clipped_share": total("clipped") / of_others}
+  return means
 
 
 # -------------------------------------------------------------------- compiled once for all
@@ -235,11 +288,12 @@ def _merge(frozen, adapters, cfg, lora):
   return sharding.pin(lora_lib.merge(frozen, adapters, lora), transformer.declare(cfg))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "how", "lora"), donate_argnames="grads")
-def _accumulate(params, frozen, grads, rows, cfg, how, lora):
+@functools.partial(jax.jit, static_argnames=("cfg", "how", "lora", "correction"),
+                   donate_argnames="grads")
+def _accumulate(params, frozen, grads, rows, cfg, how, lora, correction=loss_lib.Correction()):
   def of(params):
     whole = lora_lib.attach(frozen, params, lora) if lora else params
-    return loss_lib.reinforce(whole, cfg, rows, how)
+    return loss_lib.reinforce(whole, cfg, rows, how, correction)
 
   (loss, aux), new = jax.value_and_grad(of, has_aux=True)(params)
   grads = jax.tree.map(jnp.add, grads, new)

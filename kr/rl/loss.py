@@ -2,7 +2,8 @@
 
 N counts trajectories. With advantage 1 on demonstrated tokens it is the likelihood of imitation.
 There is no ratio and no clipping: every token was sampled from the policy that is
-updated (Williams, 1992).
+updated (Williams, 1992). What becomes of tokens that another version of it sampled (stale ones,
+which pauses and asynchronous rollouts bring about) is one setting, see `Correction`.
 """
 
 from __future__ import annotations
@@ -40,28 +41,69 @@ class Rows(NamedTuple):
   advantage: np.ndarray
   weight: np.ndarray
   behaviour: np.ndarray
+  stale_turn: np.ndarray | None = None
 
 
+class Correction(NamedTuple):
+  """What weighs the gradient of a stale token; fresh tokens always have weight 1.
+
+  With ρ = π/μ, π the policy that is updated and μ the one that sampled, and A the advantage,
+  the loss is −(1/N) Σ w · A · log π(token), w without gradient:
+
+  keep: w = 1, as if the token were fresh. Biased; μ is a few steps old at most.
+  tis: w = min(ρ, cap), ρ of the token alone. Truncated importance weights, which Espeholt et
+    al. (2018, "IMPALA", section 4) put on each action, here a token, as Yao et al. (2025, "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training") do. The truncation
+    bounds the variance and biases towards μ.
+  topr: w = 1 where A >= 0, and min(ρ, 1) where A < 0, ρ of the whole turn: the product over
+    its tokens. Le Roux et al. (2025, "Tapered Off-Policy REINFORCE", the canonical form) weigh a
+    response as a whole, so that a bad one which has become unlikely is pushed down no further
+    and the objective stays bounded. Here what the policy samples in one go, under one version
+    and for one advantage, is a turn: over a trajectory of many turns the product would vanish,
+    and single tokens would be pushed on long after the turn has become impossible.
+  strict, mask: the learner hands over no stale token.
+  """
+
+  kind: str = "keep"
+  cap: float = 2.0
+
+
+KINDS = ("strict", "mask", "tis", "topr", "keep")
 PIECES = ("data", "fsdp", "expert", "context")  # the mesh axes that cut rows into pieces
 
 
 def reinforce(
-  params: transformer.Params, cfg: ModelConfig, rows: Rows, how: Execution = transformer.PLAIN
+  params: transformer.Params, cfg: ModelConfig, rows: Rows, how: Execution = transformer.PLAIN,
+  correction: Correction = Correction(),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of one micro-batch (a sum, so micro-batches add up) and sums for metrics.
 
   Only the positions that predict a trained token pass through the output head, and their
-  logits exist `how.head_chunk` tokens at a time.
+  logits exist `how.head_chunk` tokens at a time. Where stale tokens are to be weighted, they
+  pass once more before, without gradient: a turn's weight depends on all of its tokens.
   """
   x = transformer.forward(params, cfg, rows.tokens, rows.positions, rows.segment_ids, how)
   x = _pick(x, rows.row, rows.before)  # [S,N,D]
   head = {name: params[name] for name in (("embed",) if cfg.tied else ("head",))}
-  loss, log_prob, entropies = score(head, x, rows.target, rows.weight * rows.advantage, how)
+  coefficient = rows.weight * rows.advantage
+  if rows.stale_turn is not None and correction.kind in ("tis", "topr"):
+    still = jax.lax.stop_gradient((head, x))
+    (_, before, _), _ = _chunks(*still, rows.target, coefficient, how, gradient=False)
+    coefficient *= weights(before - rows.behaviour, rows.advantage, rows.stale_turn, correction)[0]
+  loss, log_prob, entropies = score(head, x, rows.target, coefficient, how)
   real = rows.weight > 0
-  compared = real & ~jnp.isnan(rows.behaviour)
+  compared, sums = real, {}
+  if rows.stale_turn is not None:
+    stale = rows.stale_turn > 0
+    compared = real & ~stale
+    _, ratio, clipped = weights(
+      log_prob - rows.behaviour, rows.advantage, rows.stale_turn, correction)
+    sums = {"stale_tokens": jnp.sum(stale), "ratio": jnp.sum(jnp.where(stale, ratio, 0.0)),
+            "max_ratio": jnp.max(jnp.where(stale, ratio, 0.0)), "clipped": jnp.sum(clipped)}
   gap = jnp.where(compared, jnp.abs(log_prob - rows.behaviour), 0.0)
   return loss, jax.lax.stop_gradient(
     {
+      **sums,
       "trained_tokens": jnp.sum(real),
       "log_prob": jnp.sum(jnp.where(real, log_prob, 0.0)),
       "entropy": jnp.sum(jnp.where(real, entropies, 0.0)),
@@ -70,6 +112,30 @@ def reinforce(
       "max_gap": jnp.max(gap),
     }
   )
+
+
+def weights(
+  log_ratio: jax.Array, advantage: jax.Array, stale_turn: jax.Array, correction: Correction
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """(weight, ratio, whether it was clipped to give the weight) of each token, all [S,N].
+
+  See `Correction`. log_ratio: log π − log μ of the token; the other arrays as in `Rows`. The
+  ratio is that of the token, for `topr` that of its turn. Fresh tokens get (1, 1, False).
+  """
+  stale = stale_turn > 0
+  log_ratio = jnp.where(stale, log_ratio, 0.0)
+  if correction.kind == "topr":
+    of_turn = jax.ops.segment_sum(log_ratio.ravel(), stale_turn.ravel(), log_ratio.size + 1)
+    log_ratio = jnp.where(stale, of_turn[stale_turn], 0.0)
+  ratio = jnp.exp(log_ratio)
+  if correction.kind == "tis":
+    bound = jnp.full_like(ratio, correction.cap)
+  elif correction.kind == "topr":
+    bound = jnp.where(advantage < 0, 1.0, 0.0)  # 0: no ratio at all
+  else:
+    bound = jnp.zeros_like(ratio)
+  weight = jnp.where(stale & (bound > 0), jnp.minimum(ratio, bound), 1.0)
+  return weight, ratio, stale & (bound > 0) & (ratio > bound)
 
 
 def _pick(x: jax.Array, row: jax.Array, before: jax.Array) -> jax.Array:

@@ -63,12 +63,16 @@ def trajectory(i):
 
 BATCH = batch_lib.pack(
   [(trajectory(i), [1.0, float(i) - 3], True) for i in range(20)], 16, 8)  # two micro-batches
+_ROWS, _PLACES = np.indices(BATCH.tokens.shape)
+MIXED_VERSIONS = dataclasses.replace(  # rows of policies 0 and 1, ratios on both sides of 1
+  BATCH, versions=np.where(BATCH.mask == 1, _ROWS % 2, -1).astype(np.int32),
+  logprobs=np.where(BATCH.mask == 1, -1.0 - 5.0 * (_PLACES % 2), 0.0).astype(np.float32))
 
 
-def learner(cfg, mesh=None, how=transformer.PLAIN, kind="adamw", lora=None):
+def learner(cfg, mesh=None, how=transformer.PLAIN, kind="adamw", **options):
   mesh = sharding.make_mesh(mesh) if mesh else None
   return Learner(cfg, transformer.init(cfg, 1), OPTIMIZERS[kind], micro_rows=8, mesh=mesh, how=how,
-                 lora=lora)
+                 **options)
 
 
 def moments(learner):
@@ -96,13 +100,14 @@ def compare(name, mesh, got, loss, expected, expected_loss):
 def check(name, cfg, meshes, **options):
   """One step on each mesh; -> the learners on them, and the one on one device."""
   how = options.pop("how", transformer.PLAIN)
+  step = MIXED_VERSIONS, 1 if "off_policy" in options else None
   expected = learner(cfg, **options)
-  expected_loss = expected.update(BATCH)["loss"]
+  expected_loss = expected.update(*step)["loss"]
   out = []
   for mesh in meshes:
     got = learner(cfg, mesh, how, **options)
     got.placed = jax.tree.map(lambda a: a.sharding, (got.params, moments(got)))
-    loss = got.update(BATCH)["loss"]
+    loss = got.update(*step)["loss"]
     compare(name, mesh, got, loss, expected, expected_loss)
     out.append(got)
   return out, expected
@@ -121,6 +126,9 @@ def main():
   check("experts", EXPERTS, ALONE + MIXED[1:])
   check("uneven", UNEVEN, ["data=2,expert=4"])
   check("adapters", DENSE, MIXED[:1], lora=Lora(2, 4.0, ("wq", "wo", "down")))
+  check("tis", DENSE, MIXED[1:2], off_policy="tis")  # context: turns on two devices
+  check("topr", DENSE, MIXED[1:2], off_policy="topr")
+  check("mask", DENSE, MIXED[1:2], off_policy="mask")
   check("muon", DENSE, MIXED[:1], kind="muon")
 
 

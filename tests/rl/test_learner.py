@@ -79,7 +79,7 @@ def test_any_mesh_of_eight_devices_takes_the_step_of_one_device():
   assert {case.split()[1] for case in rows} >= {
     "data=8", "fsdp=8", "context=8", "tensor=8", "expert=8", "tensor=2,fsdp=4"}
   assert {case.split()[0] for case in rows} == {
-    "dense", "experts", "uneven", "adapters", "muon"}
+    "dense", "experts", "uneven", "adapters", "tis", "topr", "mask", "muon"}
   assert "rematerialization" not in err  # XLA's warning of a layout that it cannot get to
 
 

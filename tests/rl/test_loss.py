@@ -175,6 +175,7 @@ def test_batch_without_trained_tokens_changes_nothing():
 def test_gap_is_taken_over_the_tokens_of_the_policy_that_is_updated():
   t = trajectory("a", [1, 2], [3, 4], [5])
   t.segments[0].versions[5] = 7  # the last turn ran under newer weights, after a pause
-  learner = Learner(CFG, PARAMS, make_optimizer(1e-2, 0, 1.0, 0.0), micro_rows=1)
+  learner = Learner(CFG, PARAMS, make_optimizer(1e-2, 0, 1.0, 0.0), micro_rows=1,
+                    off_policy="keep")
   gap = learner.update(batch_of([(t, [1.0, 1.0])]), version=7)["logprob_gap"]
   assert gap == pytest.approx(abs(log_probs([1, 2, 3, 4, 10, 5])[4, 5] + 1.0), abs=1e-5)
