@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from kr.model.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
+from kr.model.keys import Keys, REQUIRED
 
 ARCHITECTURES = {
   "llama": "LlamaForCausalLM",
@@ -21,86 +22,6 @@ ARCHITECTURES = {
   "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 _SAME = {"kimi_k2": "deepseek_v3"}  # Moonshot AI's name for DeepSeek-V3's architecture
-# Keys that do not change what a decoder computes: bookkeeping, initialisation, the losses of
-# others' training, how others run it.
-_HARMLESS = set("""
-  architectures model_type torch_dtype dtype transformers_version _name_or_path name_or_path
-  auto_map
-  use_cache initializer_range pretraining_tp bos_token_id eos_token_id pad_token_id unk_token_id
-  sep_token_id decoder_start_token_id tokenizer_class task_specific_params
-  _attn_implementation attn_implementation _attn_implementation_autoset return_dict
-  output_hidden_states output_attentions torchscript use_bfloat16 id2label label2id problem_type
-  finetuning_task chunk_size_feed_forward output_router_logits router_aux_loss_coef aux_loss_alpha
-  seq_aux ep_size is_llama_config transformers.js_config unsloth_version unsloth_fixed
-  num_nextn_predict_layers num_mtp_layers model_max_length
-""".split())
-_REQUIRED = object()
-# The least that a whole number may be, and the most.
-_COUNTS = {
-  **dict.fromkeys("""
-    vocab_size hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
-    max_position_embeddings original_max_position_embeddings num_experts_per_tok
-    moe_intermediate_size decoder_sparse_step moe_layer_freq kv_lora_rank qk_nope_head_dim
-    qk_rope_head_dim v_head_dim n_group topk_group""".split(), (1, 2 ** 31)),
-  **dict.fromkeys("""
-    q_lora_rank n_shared_experts first_k_dense_replace sliding_window
-    max_window_layers""".split(), (0, 2 ** 31)),
-  **dict.fromkeys("num_hidden_layers num_experts num_local_experts n_routed_experts".split(),
-                  (1, 2 ** 16)),
-}
-_POSITIVE = set("""rms_norm_eps rope_theta factor low_freq_factor high_freq_factor beta_fast
-  beta_slow attention_factor routed_scaling_factor""".split())
-_KINDS = {"mlp_only_layers": list, "layer_types": list, "rope_scaling": dict,
-          "rope_parameters": dict}
-
-
-class _Keys:
-  """A config.json that remembers which of its keys were asked for."""
-
-  def __init__(self, data: dict[str, Any]):
-    self._data = data
-    self._seen = set(_HARMLESS)
-
-  def take(self, key: str, default: Any = _REQUIRED) -> Any:
-    """A key's value; the default if it is missing or null. Raises KeyError, ValueError."""
-    self._seen.add(key)
-    if (value := self._data.get(key)) is not None:
-      _check(key, value)
-      return value
-    if default is _REQUIRED:
-      raise KeyError(key)
-    return default
-
-  def flag(self, key: str, default: bool) -> bool:
-    """True or false; refuses anything else."""
-    self.only(key, False, True)
-    return bool(self.take(key, default))
-
-  def only(self, key: str, *allowed: Any) -> None:
-    """Refuses any value but those; missing and null pass."""
-    if (value := self.take(key, None)) is not None and value not in allowed:
-      raise ValueError(f"{key}={value!r} is not supported; supported: "
-                       f"{', '.join(map(repr, allowed))}")
-
-  def end(self) -> None:
-    """Refuses whatever nobody asked for: it might change the result."""
-    rest = [k for k, v in self._data.items() if k not in self._seen and v is not None]
-    if rest:
-      raise ValueError(f"{rest[0]}={self._data[rest[0]]!r} is not supported: kr does not know "
-                       f"what it means for this family")
-
-
-def _check(key: str, value: Any) -> None:
-  """Refuses what a key cannot be: text for a number, nothing, not a number, the absurd."""
-  if key in _COUNTS:
-    least, most = _COUNTS[key]
-    if type(value) is not int or not least <= value <= most:
-      raise ValueError(f"{key}={value!r} must be a whole number from {least} to {most}")
-  if key in _POSITIVE and (type(value) not in (int, float) or not 0 < value < math.inf):
-    raise ValueError(f"{key}={value!r} must be a number above 0")
-  if key in _KINDS and not isinstance(value, _KINDS[key]):
-    raise ValueError(f"{key}={value!r} must be a {_KINDS[key].__name__}")
-
 
 # -------------------------------------------------------------------- reading
 
@@ -122,7 +43,7 @@ def from_hf(data: dict[str, Any]) -> ModelConfig:
   if names != [ARCHITECTURES[family]]:
     raise ValueError(f"architecture {', '.join(names)} is not supported for model_type "
                      f"{data['model_type']!r}; supported: {ARCHITECTURES[family]}")
-  keys = _Keys(data)
+  keys = Keys(data)
   for key, allowed in {"hidden_act": ["silu"], "attention_dropout": [0.0],
                        "rope_interleaved": [False], "is_encoder_decoder": [False],
                        "is_decoder": [False], "add_cross_attention": [False],
@@ -141,11 +62,11 @@ def from_hf(data: dict[str, Any]) -> ModelConfig:
   return cfg
 
 
-def _heads(keys: _Keys, family: str) -> dict[str, Any]:
+def _heads(keys: Keys, family: str) -> dict[str, Any]:
   """The families with grouped heads."""
   fields = _common(keys)
   fields["head_dim"] = keys.take(
-    "head_dim", _REQUIRED if family == "qwen3" else fields["width"] // fields["heads"])
+    "head_dim", REQUIRED if family == "qwen3" else fields["width"] // fields["heads"])
   bias = family != "qwen2" and keys.flag("attention_bias", False)
   fields |= {
     "qk_norm": family in ("qwen3", "qwen3_moe"),
@@ -165,7 +86,7 @@ def _heads(keys: _Keys, family: str) -> dict[str, Any]:
   return fields
 
 
-def _either(keys: _Keys, name: str, other: str) -> Any:
+def _either(keys: Keys, name: str, other: str) -> Any:
   """A value that has two names."""
   value = keys.take(name, keys.take(other, None))
   if value is None:
@@ -174,7 +95,7 @@ def _either(keys: _Keys, name: str, other: str) -> Any:
   return value
 
 
-def _deepseek(keys: _Keys, family: str) -> dict[str, Any]:
+def _deepseek(keys: Keys, family: str) -> dict[str, Any]:
   """Latent attention and experts chosen by sigmoid."""
   del family
   fields = _common(keys)
@@ -203,7 +124,7 @@ def _deepseek(keys: _Keys, family: str) -> dict[str, Any]:
                    "out_bias": bias, "mla": mla, "moe": moe}
 
 
-def _common(keys: _Keys) -> dict[str, Any]:
+def _common(keys: Keys) -> dict[str, Any]:
   heads = keys.take("num_attention_heads")
   return {
     "vocab": keys.take("vocab_size"),
@@ -218,10 +139,10 @@ def _common(keys: _Keys) -> dict[str, Any]:
   }
 
 
-def _window(keys: _Keys, family: str, layers: int) -> dict[str, Any]:
+def _window(keys: Keys, family: str, layers: int) -> dict[str, Any]:
   """Which layers look back how far. Qwen3-MoE: all or none."""
   used = keys.flag("use_sliding_window", False)
-  size = keys.take("sliding_window", _REQUIRED if used else 0)  # transformers' default: 4,096
+  size = keys.take("sliding_window", REQUIRED if used else 0)  # transformers' default: 4,096
   after = keys.take("max_window_layers", 0 if family == "qwen3_moe" else 28)
   window = size if used else 0
   if window and family == "qwen3_moe" and after:
@@ -241,9 +162,9 @@ def _window(keys: _Keys, family: str, layers: int) -> dict[str, Any]:
   return {"window": window if where else 0, "window_layers": where}
 
 
-def _rope(keys: _Keys, max_len: int) -> tuple[float, RopeScaling | None]:
+def _rope(keys: Keys, max_len: int) -> tuple[float, RopeScaling | None]:
   """(theta, scaling) from either spelling: rope_scaling of old, rope_parameters of new."""
-  given = [_Keys(d) for d in (keys.take("rope_parameters", None), keys.take("rope_scaling", None))
+  given = [Keys(d) for d in (keys.take("rope_parameters", None), keys.take("rope_scaling", None))
            if d]
   theta = float(keys.take("rope_theta", 1e4))
   keys.only("partial_rotary_factor", 1.0)
@@ -253,7 +174,7 @@ def _rope(keys: _Keys, max_len: int) -> tuple[float, RopeScaling | None]:
   return read[0]
 
 
-def _scaling(keys: _Keys, theta: float, max_len: int) -> tuple[float, RopeScaling | None]:
+def _scaling(keys: Keys, theta: float, max_len: int) -> tuple[float, RopeScaling | None]:
   old = keys.take("type", None)
   kind = keys.take("rope_type", old or "default")
   theta = float(keys.take("rope_theta", theta))
@@ -362,7 +283,7 @@ def _rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     scaling |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
     scaling |= {} if s.truncate else {"truncate": False}
     scaling |= {k: v for k in ("mscale", "mscale_all_dim") if (v := getattr(s, k))}
-    if _scaling(_Keys(scaling), cfg.rope_theta, cfg.max_len)[1] != s:
+    if _scaling(Keys(scaling), cfg.rope_theta, cfg.max_len)[1] != s:
       scaling["attention_factor"] = s.scale
   return {"rope_theta": cfg.rope_theta,
           "rope_parameters": {**scaling, "rope_theta": cfg.rope_theta},
