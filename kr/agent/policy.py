@@ -62,6 +62,10 @@ class _Retriable(Exception):
   """A failure that another attempt may mend."""
 
 
+class _Duplicate(_Retriable):
+  """The server believes that a request of this id still runs."""
+
+
 class PolicyClient:
   """The policy behind an inference server; use it within one event loop.
 
@@ -93,7 +97,8 @@ class PolicyClient:
 
     A turn that was aborted, or that several versions sampled, comes back with finish "abort". One
     that asks for more than the server's context holds gets what it holds: finish "length". A
-    retry aborts the earlier attempt and sends the same `rid`; cancelling aborts the request.
+    retry aborts the earlier attempt and sends the same `rid`, or, if the server still holds that
+    for taken, one that begins with it; cancelling aborts the request.
     Raises ContextOverflow for a prompt over the server's context, PolicyError otherwise.
     """
     settings = {**on_policy.NEUTRAL, **self._sampling}
@@ -126,9 +131,9 @@ class PolicyClient:
     body = {"input_ids": list(ids), "rid": rid, "sampling_params": sampling,
             "return_logprob": True, "logprob_start_len": logprob_start, "stream": False}
     try:
-      return await self._call("POST", "/generate", body, rid=rid)
+      return await self._call("POST", "/generate", body)
     except asyncio.CancelledError:
-      await asyncio.shield(self._abort_quietly(rid))
+      await asyncio.shield(self._abort_quietly(body["rid"]))
       raise
 
   async def _check_ids(self, ids: Sequence[int]) -> None:
@@ -280,15 +285,20 @@ class PolicyClient:
     return self._session
 
   async def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *,
-                  rid: str | None = None, missing: dict[str, Any] | None = None
-                  ) -> dict[str, Any]:
-    """One request with retries; the JSON answer, or `missing` (if given) on 404."""
+                  missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One request with retries; the JSON answer, or `missing` (if given) on 404.
+
+    A body with a `rid` is that of /generate; its `rid` is replaced where the server has it stuck:
+    SGLang loses the abort of a request that came during a pause, and ignores every further one.
+    """
     error: Exception | None = None
     for attempt in range(self._retries + 1):
       if attempt:
         await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1))
-        if rid is not None:
-          await self._abort_quietly(rid)  # No duplicate of the lost attempt goes on.
+        if body and path == "/generate":
+          await self._abort_quietly(body["rid"])  # No duplicate of the lost attempt goes on.
+          if isinstance(error, _Duplicate):
+            body["rid"] = f"{body['rid']}{attempt}."
       try:
         return await self._once(method, path, body, missing)
       except _Retriable as e:
@@ -322,7 +332,9 @@ class PolicyClient:
 
 def _refusal(status: int, message: str) -> Exception:
   """The exception for an error status."""
-  if status >= 500 or status in (408, 429) or "duplicate request" in message.lower():
+  if "duplicate request" in message.lower():
+    return _Duplicate(f"HTTP {status}: {message}")
+  if status >= 500 or status in (408, 429):
     return _Retriable(f"HTTP {status}: {message}")
   if status in (400, 413, 422) and _OVERFLOW.search(message):
     return ContextOverflow(message)

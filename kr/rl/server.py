@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
@@ -31,6 +32,16 @@ def _install_sglang() -> None:
   if done.returncode:
     raise ServerError(f"SGLang is not installed, and bash {_SGLANG} --install failed (see above): "
                       "mend that, or take the server kr (server.kind)")
+
+
+def _max_places(model: str) -> int:
+  """How many tokens the model in a Hugging Face directory was made for. Raises ServerError."""
+  path = pathlib.Path(model) / "config.json"
+  try:
+    return int(json.loads(path.read_text("utf-8"))["max_position_embeddings"])
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise ServerError(f"SGLang reads Hugging Face directories, and {path} is none of one "
+                      f"({type(e).__name__}: {e})") from e
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -122,6 +133,12 @@ class ServerProcess:
     flags = {"context-length": room, "max-total-tokens": self._slots * room,
              "max-running-requests": self._slots, "random-seed": self._seed,
              "weight-version": self.version, "host": self._host}
+    places = _max_places(self.model)
+    if places < self._max_len:
+      raise ServerError(f"max_len={self._max_len} is more than the {places} tokens of the model in "
+                        f"{self.model}")
+    if places < room:
+      flags["json-model-override-args"] = json.dumps({"max_position_embeddings": room})
     return ["bash", str(_SGLANG), "--exit-with-stdin", "--model", self.model,
             "--port", str(self._port), *(f"--{k}={v}" for k, v in flags.items())]
 

@@ -178,12 +178,41 @@ def test_a_dropped_connection_and_a_timeout_are_retried():
   assert sampled.ids == [7, 8, 2] and n == 3
 
 
-def test_a_duplicate_rid_is_waited_for_not_an_error():
+def test_a_rid_that_is_stuck_on_the_server_is_aborted_and_replaced():
   async def test(server, client):
     server.script = [web.json_response(
         {"error": {"message": "Duplicate request ID detected: r."}}, status=400)]
-    return await sample(client)
-  assert serve(test).ids == [7, 8, 2]
+    sampled = await sample(client)
+    return sampled, [(p, b["rid"]) for p, b in server.log if "rid" in b]
+  sampled, log = serve(test)
+  assert sampled.ids == [7, 8, 2]
+  assert log == [("/generate", "r."), ("/abort_request", "r."), ("/generate", "r.1.")]
+
+
+def test_cancelling_aborts_the_rid_that_replaced_a_stuck_one():
+  async def test(server, client):
+    async def hang(body):
+      await asyncio.sleep(20)
+    server.script = [web.json_response(
+        {"error": {"message": "Duplicate request ID detected: r."}}, status=400), hang]
+    job = asyncio.create_task(sample(client))
+    while len(requests(server)) < 2:
+      await asyncio.sleep(0.005)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await job
+    return requests(server, "/abort_request")
+  assert serve(test) == [{"rid": "r."}, {"rid": "r.1."}]
+
+
+def test_a_turn_asks_for_no_more_than_the_servers_context_holds():
+  async def test(server, client):
+    server.settings["context_length"] = 10
+    await sample(client, [1] * 4, max_new_tokens=9)
+    await sample(client, [1] * 4, max_new_tokens=5)
+    await sample(client, [1] * 12, max_new_tokens=5)  # the server's to refuse
+    return [r["sampling_params"]["max_new_tokens"] for r in requests(server)]
+  assert serve(test) == [6, 5, 1]
 
 
 def test_a_dead_server_gives_one_clear_message():
