@@ -201,8 +201,10 @@ class Learner:
           if grads is None:
             grads = _zeros(self.params, self.cfg, self.lora)
           self._shapes.add((rows.tokens.shape, rows.target.shape, rows.stale_turn is None))
+          # Without a stale token all settings run one program.
+          kind = () if rows.stale_turn is None else (self.correction,)
           grads, aux = _accumulate(self.params, self._frozen, grads, self._place(rows), self.cfg,
-                                   self.how, self.lora, self.correction)
+                                   self.how, self.lora, *kind)
           sums.append(aux)
       counts = {"compiles": len(self._shapes), "stale_tokens": stale_tokens,
                 "masked_tokens": stale_tokens * masked}

@@ -21,15 +21,25 @@ CFG = ModelConfig(vocab=11, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, 
 PARAMS = transformer.init(CFG, seed=1)
 OPTIMIZER = optax.sgd(1.0)  # an update then is the gradient itself
 NOW = 5  # the policy that is updated
+WIDTH = 16
+HOW = Execution(head_chunk=4)  # cuts turns
 EVERY = ("mask", "tis", "topr", "keep")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def log_probs(params, ids):
-  """log softmax of the next token at each position of one unpacked sequence: [T,V]."""
-  tokens = jnp.asarray([ids])
-  x = transformer.forward(params, CFG, tokens, jnp.arange(len(ids))[None], jnp.ones_like(tokens))
-  return jax.nn.log_softmax(transformer.logits(params, x), -1)[0]
+@jax.jit
+def plain_loss(params, tokens, coefficients):
+  """−Σ coefficient · log p(token), and the log p: a sequence a row, full logits; all [B,T]."""
+  places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  x = transformer.forward(params, CFG, tokens, places, jnp.ones_like(tokens))
+  log_p = jax.nn.log_softmax(transformer.logits(params, x), -1)[:, :-1]
+  log_p = jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
+  log_p = jnp.pad(log_p, ((0, 0), (1, 0)))
+  return -jnp.sum(coefficients * log_p), log_p
+
+
+def row(ids, width=WIDTH):
+  return np.pad(np.asarray(ids), (0, width - len(ids)))
 
 
 def trajectory(name, prompt, *turns):
@@ -38,12 +48,11 @@ def trajectory(name, prompt, *turns):
   ids = list(prompt)
   for sampled, _, _ in turns:
     ids += [*sampled, 10]
-  own = np.asarray(log_probs(PARAMS, ids))
+  own = np.asarray(plain_loss(PARAMS, row(ids)[None], np.zeros((1, WIDTH)))[1][0])
   s.append_context(list(prompt))
   for sampled, version, ratios in turns:
     start = len(s)
-    behaviour = [own[start + i - 1, token] - np.log(r)
-                 for i, (token, r) in enumerate(zip(sampled, ratios, strict=True))]
+    behaviour = own[start:start + len(sampled)] - np.log(ratios)
     s.append_sampled(list(sampled), behaviour, version)
     t.turns.append(types.Turn(0, start, len(s), version))
     s.append_context([10])
@@ -67,20 +76,22 @@ FRESH = [(C, [0.7], True), (trajectory("d", [3], ([1, 5], NOW, [1.0, 1.0])), [-0
 
 
 def learner(kind="strict", rows=1, **options):
-  return Learner(CFG, PARAMS, OPTIMIZER, micro_rows=rows, off_policy=kind, **options)
+  return Learner(CFG, PARAMS, OPTIMIZER, micro_rows=rows, how=HOW, off_policy=kind, **options)
 
 
-def reference(params, kind):
-  """The loss by plain means: a sequence at a time, full logits, given weights."""
-  total = 0.0
-  for (t, advantages, _), weight in zip(ITEMS, WEIGHTS[kind], strict=True):
-    s, at = t.segments[0], 0
-    log_p = log_probs(params, s.tokens)
-    for turn, advantage in zip(t.turns, advantages, strict=True):
-      for i in range(turn.start, turn.stop):
-        total -= weight[at] * advantage * log_p[i - 1, s.tokens[i]]
-        at += 1
-  return total / len(ITEMS)
+def reference(kind):
+  """The loss by plain means, and its gradient, with the weights that are given above."""
+  tokens = np.stack([row(t.segments[0].tokens) for t, _, _ in ITEMS])
+  coefficients = np.zeros(tokens.shape, np.float32)
+  for n, ((t, advantages, _), weight) in enumerate(zip(ITEMS, WEIGHTS[kind], strict=True)):
+    at = np.flatnonzero(t.segments[0].mask)
+    each = np.repeat(advantages, [turn.stop - turn.start for turn in t.turns])
+    coefficients[n, at] = np.multiply(weight, each) / len(ITEMS)
+  (loss, _), gradient = REFERENCE(PARAMS, tokens, coefficients)
+  return float(loss), gradient
+
+
+REFERENCE = jax.jit(jax.value_and_grad(plain_loss, has_aux=True))
 
 
 def assert_same_step(got, expected):
@@ -117,10 +128,10 @@ def test_topr_clips_the_ratio_of_a_negative_turn_and_leaves_positive_ones():
 @pytest.mark.parametrize("kind", EVERY)
 def test_loss_and_gradient_equal_a_plain_reference(kind):
   """In rows of several segments, the head in chunks that cut turns."""
-  expected, gradient = jax.value_and_grad(lambda p: reference(p, kind))(PARAMS)
-  one = learner(kind, how=Execution(head_chunk=2))
-  metrics = one.update(batch_lib.pack(ITEMS, 16), NOW)
-  assert metrics["loss"] == pytest.approx(float(expected), abs=1e-5)
+  expected, gradient = reference(kind)
+  one = learner(kind)
+  metrics = one.update(batch_lib.pack(ITEMS, WIDTH), NOW)
+  assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
   jax.tree.map(lambda new, old, g: np.testing.assert_allclose(old - new, g, **CLOSE),
                one.params, PARAMS, gradient)
 
@@ -131,7 +142,7 @@ def test_no_gradient_flows_through_the_weight():
   steps = {}
   for kind in ("tis", "keep"):
     one = learner(kind)
-    one.update(batch_lib.pack([(t, [-1.0], True)], 8), NOW)
+    one.update(batch_lib.pack([(t, [-1.0], True)], WIDTH), NOW)
     steps[kind] = jax.tree.map(lambda a, b: np.asarray(a - b), one.params, PARAMS)
   jax.tree.map(lambda tis, keep: np.testing.assert_allclose(tis, 0.5 * keep, **CLOSE),
                steps["tis"], steps["keep"])
@@ -139,7 +150,7 @@ def test_no_gradient_flows_through_the_weight():
 
 
 def test_metrics_tell_how_stale_the_batch_is():
-  batch = batch_lib.pack(ITEMS, 16)
+  batch = batch_lib.pack(ITEMS, WIDTH)
   tis = learner("tis").update(batch, NOW)
   # Ratios 3 0.5 0.5 | 3 0.25 4 0.5; three above the cap. 4 fresh ones among 11.
   assert (tis["stale_tokens"], tis["masked_tokens"], tis["trained_tokens"]) == (7, 0, 11)
@@ -163,18 +174,18 @@ def test_metrics_tell_how_stale_the_batch_is():
 
 
 def test_every_setting_is_the_same_to_the_bit_when_nothing_is_stale():
-  batch = batch_lib.pack(FRESH, 8, 2)
-  strict = learner(rows=2)
+  batch = batch_lib.pack(FRESH, WIDTH)
+  strict = learner()
   expected = strict.update(batch, NOW)
   for kind in EVERY:
-    one = learner(kind, rows=2)
+    one = learner(kind)
     assert one.update(batch, NOW) == expected
     jax.tree.map(np.testing.assert_array_equal, one.params, strict.params)
   assert expected["stale_tokens"] == 0 and expected["trained_tokens"] == 4
 
 
 def test_without_a_version_nothing_is_stale():
-  assert learner().update(batch_lib.pack(ITEMS, 16))["stale_tokens"] == 0
+  assert learner().update(batch_lib.pack(ITEMS, WIDTH))["stale_tokens"] == 0
 
 
 # -------------------------------------------------------------------- strict and mask
@@ -184,7 +195,7 @@ def test_strict_refuses_a_stale_token_before_anything_changes():
   one = learner("strict")
   with pytest.raises(ValueError, match=r"7 tokens .* policy 3, 4, but policy 5 .*"
                      "set off_policy to mask, tis, topr or keep"):
-    one.update([batch_lib.pack(ITEMS, 16), batch_lib.pack(FRESH, 16)], NOW)
+    one.update([batch_lib.pack(ITEMS, WIDTH), batch_lib.pack(FRESH, WIDTH)], NOW)
   jax.tree.map(np.testing.assert_array_equal, one.params, PARAMS)
 
 
@@ -192,7 +203,7 @@ def test_a_token_of_a_newer_policy_is_stale_too():
   """A run that went back to an earlier checkpoint finds rollouts of policies yet to come."""
   t = trajectory("t", [1], ([2], NOW + 1, [1.0]))
   with pytest.raises(ValueError, match="policy 6, but policy 5"):
-    learner().update(batch_lib.pack([(t, [1.0], True)], 8), NOW)
+    learner().update(batch_lib.pack([(t, [1.0], True)], WIDTH), NOW)
 
 
 def test_masked_tokens_leave_the_weight_of_the_others_alone():
@@ -200,14 +211,17 @@ def test_masked_tokens_leave_the_weight_of_the_others_alone():
   stale = (trajectory("s", [1], ([2, 3], 1, [0.5, 2.0])), [4.0], True)
   fresh = (C, [0.7], True)
   one, other = learner("mask"), learner("mask")
-  one.update(batch_lib.pack([fresh, stale], 8), NOW)
-  other.update(batch_lib.pack([fresh, (*stale[:2], False)], 8), NOW)
+  one.update(batch_lib.pack([fresh, stale], WIDTH), NOW)
+  other.update(batch_lib.pack([fresh, (*stale[:2], False)], WIDTH), NOW)
   jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
 
 
 def test_rows_with_nothing_left_to_train_are_left_out():
-  stale = [(trajectory(str(i), [1], ([2, 3, 4], 1, [1.0] * 3)), [1.0], True) for i in range(3)]
-  batch = batch_lib.pack([*stale, (C, [0.7], True)], 4, 2)  # a row each
+  prompt = [1] * 9
+  stale = [(trajectory(str(i), prompt, ([2, 3, 4], 1, [1.0] * 3)), [1.0], True) for i in range(3)]
+  fresh = (trajectory("f", prompt, ([4, 4], NOW, [1.0, 1.0])), [0.7], True)
+  batch = batch_lib.pack([*stale, fresh], WIDTH, 4)
+  assert (batch.segment_ids.max(1) == 1).all()  # a row each
   rows = list(micro_batches(batch, 1, NOW, mask_stale=True))
   assert len(rows) == 1 and rows[0].stale_turn is None
   one, whole = learner("mask", rows=1), learner("mask", rows=4)
@@ -219,7 +233,7 @@ def test_rows_with_nothing_left_to_train_are_left_out():
 def test_a_batch_whose_tokens_are_all_masked_changes_nothing():
   one = learner("mask")
   t = trajectory("t", [1], ([2], 1, [1.0]))
-  metrics = one.update(batch_lib.pack([(t, [1.0], True)], 8), NOW)
+  metrics = one.update(batch_lib.pack([(t, [1.0], True)], WIDTH), NOW)
   assert (metrics["trained_tokens"], metrics["masked_tokens"], metrics["skipped"]) == (0, 1, 0)
   jax.tree.map(np.testing.assert_array_equal, one.params, PARAMS)
 
@@ -239,7 +253,9 @@ def test_a_setting_that_cannot_be_is_refused(options, message):
 @pytest.mark.parametrize("kind", EVERY)
 def test_micro_batches_of_stale_and_fresh_rows_take_the_step_of_one(kind):
   one, whole = learner(kind, rows=1), learner(kind, rows=4)
-  batch = batch_lib.pack(ITEMS + FRESH, 9, 4)
+  long = [(trajectory("l", [3] * 12, ([1, 5], NOW, [1.0, 1.0])), [-0.4], True)]
+  batch = batch_lib.pack(ITEMS + long, WIDTH, 4)
+  assert np.unique(np.nonzero(batch.mask)[0]).tolist() == [0, 1, 2]  # and a row of padding
   a, b = one.update(batch, NOW), whole.update(batch, NOW)
   assert_same_step(one, whole)
   assert a["stale_tokens"] == b["stale_tokens"] == 7
@@ -250,13 +266,12 @@ def test_micro_batches_of_stale_and_fresh_rows_take_the_step_of_one(kind):
 
 
 def test_a_turn_has_one_ratio_behind_a_shared_prefix_too():
-  prompt = [1, 2, 3, 4]
-  items = [(trajectory(str(i), prompt, ([5 + i, 6], 2, [0.5, 0.5]), ([7], NOW, [1.0])),
-            [-1.0 - i, 0.5], True) for i in range(3)]
+  items = [(trajectory(str(i), [1, 2, 3, 4], ([5 + i, 6], 2, [0.5, 0.5]), ([7], NOW, [1.0])),
+            [-1.0 - i, 0.5], True) for i in range(2)]
   apart, together = learner("topr"), learner("topr")
-  a = apart.update(batch_lib.pack(items, 32), NOW)
-  (shared,) = batch_lib.pack_by_length(items, 32, share_prefix=True)
-  assert shared.padding_share > batch_lib.pack(items, 32).padding_share  # it did share
+  a = apart.update(batch_lib.pack(items, WIDTH), NOW)
+  (shared,) = batch_lib.pack_by_length(items, WIDTH, share_prefix=True)
+  assert shared.padding_share > batch_lib.pack(items, WIDTH).padding_share  # it did share
   b = together.update(shared, NOW)
   assert a["ratio_mean"] == pytest.approx(0.25, rel=1e-4)
   assert b["ratio_mean"] == pytest.approx(0.25, rel=1e-4)
@@ -267,15 +282,13 @@ def test_a_micro_batch_smaller_than_a_group_trains_as_the_group_does():
   """The baseline is the group's, however it is cut: a group of one would have no advantage."""
   task = types.Task("g", "q", "a", "k")
   group = [dataclasses.replace(
-    trajectory(str(i), [1], ([2 + i, 3], NOW, [1.0, 1.0])), task=task, correct=i < 2,
+    trajectory(str(i), [1] * 9, ([2 + i, 3], NOW, [1.0, 1.0])), task=task, correct=i < 2,
     stop=types.StopReason.ANSWERED, meta={"step_made": 1}) for i in range(4)]
   _, advantages, keep = credit.assign(
     group, gamma=0.9, format_penalty=0.2, negatives_keep=1.0, protect_faults=True, seed=[0, 1])
-  batch = batch_lib.pack(zip(group, advantages, keep), 4, 4)
-  assert batch.tokens.shape == (4, 4)  # a member a row
-  steps = {}
-  for rows in (1, 2, 4):
-    one = steps[rows] = learner(rows=rows)
-    assert one.update(batch, NOW)["grad_norm"] > 0.1
-  assert_same_step(steps[1], steps[4])
-  assert_same_step(steps[2], steps[4])
+  batch = batch_lib.pack(zip(group, advantages, keep), WIDTH, 4)
+  assert (batch.segment_ids.max(1) == 1).all()  # a member a row
+  one, whole = learner(rows=1), learner(rows=4)
+  assert one.update(batch, NOW)["grad_norm"] > 0.1
+  whole.update(batch, NOW)
+  assert_same_step(one, whole)
