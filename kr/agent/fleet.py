@@ -8,7 +8,7 @@ tokens; it serves again once it holds the current policy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 import collections
 import logging
 import pathlib
@@ -49,14 +49,17 @@ class Fleet:
   """The policy behind several servers; use it within one event loop.
 
   check_s: between two looks at whether a server lives. wait_s: how long requests wait when no
-  server is left, before they fail; make it longer than a server takes to start.
+  server is left, before they fail; make it longer than a server takes to start. router: one
+  address before the servers that spreads the requests itself, such as sglang-router's. What
+  every server must hear of (policies, pauses, aborts) no router hands on: that goes to each.
   """
 
-  def __init__(self, clients: Sequence[PolicyClient], *, check_s: float = 1.0,
-               wait_s: float = 120.0):
+  def __init__(self, clients: Sequence[PolicyClient], *, router: PolicyClient | None = None,
+               check_s: float = 1.0, wait_s: float = 120.0):
     if not clients:
       raise ValueError("a fleet needs at least one server")
     self._servers = [_Server(client) for client in clients]
+    self._router = router
     self._check_s, self._wait_s = check_s, wait_s
     self._homes: collections.OrderedDict[str, _Server] = collections.OrderedDict()
     self._path: str | None = None  # where the current policy lies, once that is known
@@ -86,45 +89,66 @@ class Fleet:
     return await self._send(ids, rid, lambda client: client.score(ids, rid))
 
   async def _send(self, ids: Sequence[int], rid: str | None, call: Call) -> Any:
-    trajectory = rid.rsplit(".", 3)[0] if rid else None
-    failed: set[_Server] = set()
     await self._agree()
+    if self._router is not None:
+      return await self._routed(rid, call)
+    trajectory = rid.rsplit(".", 3)[0] if rid else None
+    failed: dict[_Server, PolicyError] = {}
     while True:
-      await self._wait_up()
-      server, version = self._place(trajectory, failed), self._version
+      free = [s for s in self._servers if s.up and s not in failed]
+      if not free:
+        if failed:
+          raise list(failed.values())[-1]
+        await self._wait_up()
+        continue
+      server, version = self._place(trajectory, free), self._version
       try:
         result = await self._on(server, call, len(ids))
       except _Lost:
         continue
       except ContextOverflow:
         raise
-      except PolicyError:  # The server lives, but cannot do it: perhaps another one can.
-        failed.add(server)
-        if all(s in failed for s in self._servers if s.up):
-          raise
+      except PolicyError as e:  # The server lives, but cannot do it: perhaps another one can.
+        failed[server] = e
         continue
-      if isinstance(result, Sampled) and result.finish != "abort" and result.version < version:
-        self._drop(server, f"it samples from version {result.version} of the policy, after "
-                           f"version {version} was published: has it been restarted?")
-        continue
-      return result
+      if not _older(result, version):
+        return result
+      self._drop(server, f"it samples from version {result.version} of the policy, after "
+                         f"version {version} was published: has it been restarted?")
 
-  def _place(self, trajectory: str | None, failed: set[_Server]) -> _Server:
+  def _place(self, trajectory: str | None, free: Sequence[_Server]) -> _Server:
     """The server for a request: the trajectory's own, unless it is far busier than another.
 
     Moving costs computing the prefix again; staying costs waiting, for ever if all trajectories
     once fled to one server.
     """
-    up = [s for s in self._servers if s.up and s not in failed]
-    server = least = min(up, key=lambda s: (s.requests, s.tokens))
+    server = least = min(free, key=lambda s: (s.requests, s.tokens))
     home = self._homes.pop(trajectory, None)
-    if home in up and home.requests <= 2 * least.requests + _SLACK:
+    if home in free and home.requests <= 2 * least.requests + _SLACK:
       server = home
     if trajectory is not None:
       self._homes[trajectory] = server
       if len(self._homes) > _HOMES:
         self._homes.popitem(last=False)
     return server
+
+  async def _routed(self, rid: str | None, call: Call) -> Any:
+    """What `call` returns through the router."""
+    while True:
+      await self._wait_up()
+      version = self._version
+      try:
+        result = await call(self._router)
+      except asyncio.CancelledError:
+        if rid:  # the router does not hand on the client's own abort
+          await asyncio.shield(self._all(lambda client: client.abort(rid)))
+        raise
+      if not _older(result, version):
+        return result
+      for server, held in (await self._each(_version)).items():  # the router does not say which
+        if held != self._version:
+          self._drop(server, f"it holds version {held} of the policy")
+      await asyncio.sleep(self._check_s)
 
   async def _on(self, server: _Server, call: Call, tokens: int = 0) -> Any:
     """What `call` returns from the server; raises _Lost as soon as that is out of service."""
@@ -162,7 +186,7 @@ class Fleet:
     infos = await self._each(lambda client: client.info())
     if not infos:
       raise PolicyError("no inference server is left")
-    return {**next(iter(infos.values())), "servers": infos}
+    return {**next(iter(infos.values())), "servers": {s.url: i for s, i in infos.items()}}
 
   async def check_on_policy(self, probe: Sequence[int] = (1,), tolerance: float | None = None
                             ) -> dict[str, Any]:
@@ -196,16 +220,16 @@ class Fleet:
       was_paused, refused = self._paused, {}
       try:
         if not was_paused:
-          refused |= await self._try_all(lambda client: client.pause())
-        refused |= await self._try_all(
-            lambda client: client.update_weights(path, version), without=refused)
+          refused |= _errors(await self._all(lambda client: client.pause()))
+        refused |= _errors(await self._all(
+            lambda client: client.update_weights(path, version), without=refused))
         if not refused or any(s.up and s not in refused for s in self._servers):
           self._path, self._version = str(path), version
           for server, error in refused.items():
             self._drop(server, str(error))
       finally:
         if not was_paused:
-          refused |= await self._try_all(lambda client: client.resume())
+          refused |= _errors(await self._all(lambda client: client.resume()))
     if refused:
       raise PolicyError(f"policy version {version} was not published to " + _reasons(refused))
     await self._wait_up()  # Should all have died of it: one comes back with the new policy.
@@ -242,38 +266,30 @@ class Fleet:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(s.client.aclose() for s in self._servers))
+    clients = [s.client for s in self._servers] + ([self._router] if self._router else [])
+    await asyncio.gather(*(client.aclose() for client in clients))
 
   # Calls to all servers in service.
 
-  async def _each(self, call: Call) -> dict[str, Any]:
-    """Address -> what `call` returns there; servers that die are left out."""
-    async def one(server: _Server) -> Any:
-      try:
-        return await self._on(server, call)
-      except _Lost:
-        return _Lost
-    up = [s for s in self._servers if s.up]
-    results = await asyncio.gather(*map(one, up))
-    return {s.url: r for s, r in zip(up, results) if r is not _Lost}
-
-  async def _try_all(self, call: Call, without: Sequence[_Server] | dict[_Server, Any] = ()
-                     ) -> dict[_Server, PolicyError]:
-    """The errors of the servers that live and fail."""
-    async def one(server: _Server) -> PolicyError | None:
-      try:
-        await self._on(server, call)
-      except _Lost:
-        pass
-      except PolicyError as e:
-        return e
-      return None
+  async def _all(self, call: Call, without: Collection[_Server] = ()) -> dict[_Server, Any]:
+    """What `call` returns on each server, or its PolicyError; those that die are left out."""
     up = [s for s in self._servers if s.up and s not in without]
-    return {s: e for s, e in zip(up, await asyncio.gather(*map(one, up))) if e is not None}
+    results = await asyncio.gather(*(self._on(s, call) for s in up), return_exceptions=True)
+    for result in results:
+      if isinstance(result, BaseException) and not isinstance(result, (_Lost, PolicyError)):
+        raise result
+    return {s: r for s, r in zip(up, results) if not isinstance(r, _Lost)}
+
+  async def _each(self, call: Call) -> dict[_Server, Any]:
+    """`_all`, but an error is raised."""
+    results = await self._all(call)
+    for error in _errors(results).values():
+      raise error
+    return results
 
   async def _must_all(self, call: Call, done: str) -> None:
     await self._begin()
-    if refused := await self._try_all(call):
+    if refused := _errors(await self._all(call)):
       raise PolicyError(f"not every server was {done}: " + _reasons(refused))
 
   # Who is in service.
@@ -308,7 +324,7 @@ class Fleet:
       if len(set(held.values())) > 1:
         raise PolicyError(
             "the inference servers hold different versions of the policy (" +
-            ", ".join(f"{url}: {version}" for url, version in held.items()) +
+            ", ".join(f"{server.url}: {version}" for server, version in held.items()) +
             "): publish one to all of them before the first request, or start them with the same")
       if self._version is None and held:
         self._version = next(iter(held.values()))
@@ -378,6 +394,11 @@ class Fleet:
     task.add_done_callback(done)
 
 
+def _older(result: Any, version: int) -> bool:
+  """Whether a turn was sampled by a policy older than the one at the time of its request."""
+  return isinstance(result, Sampled) and result.finish != "abort" and result.version < version
+
+
 async def _version(client: PolicyClient) -> int:
   """The version of the policy that a server reports; 0 for the one that it started with."""
   version = (await client.info()).get("weight_version")
@@ -386,6 +407,10 @@ async def _version(client: PolicyClient) -> int:
   except ValueError:
     raise PolicyError(f"{client._url} reports weight version {version!r}; kr numbers versions: "
                       "start the server with --weight-version=0") from None
+
+
+def _errors(results: dict[_Server, Any]) -> dict[_Server, PolicyError]:
+  return {server: r for server, r in results.items() if isinstance(r, PolicyError)}
 
 
 def _reasons(errors: dict[_Server, PolicyError]) -> str:

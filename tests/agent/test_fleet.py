@@ -1,7 +1,13 @@
 """Several servers as one policy: scripted clients for what is rare, real servers for the whole."""
 
 import asyncio
+import contextlib
+import json
 import pathlib
+import subprocess
+import sys
+import time
+import urllib.request
 
 import jax
 import numpy as np
@@ -11,9 +17,10 @@ from kr.agent.fleet import Fleet
 from kr.agent.policy import ContextOverflow, OffPolicyError, PolicyClient, PolicyError, Sampled
 from kr.model import checkpoint
 from kr.model import hf
-from kr.rl.server import ServerProcess
+from kr.rl.server import ServerProcess, free_port
 
-START = pathlib.Path(__file__).parents[2] / "starts" / "quickstart"
+ROOT = pathlib.Path(__file__).parents[2]
+START = ROOT / "starts" / "quickstart"
 
 
 class Scripted:
@@ -390,6 +397,60 @@ def test_aborting_flushing_scoring_and_closing_reach_the_servers():
     Fleet([])
 
 
+# -------------------------------------------------------------------- behind a router
+
+
+def routed(test):
+  """`fleet`, with a router before the servers; its client is number 9."""
+  async def main():
+    log = []
+    clients = [Scripted(i, log) for i in range(2)]
+    router = Scripted(9, log)
+    one = Fleet(clients, router=router, check_s=0.01)
+    try:
+      return await test(one, clients, router, log)
+    finally:
+      await one.aclose()
+  return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_router_gets_the_requests_and_every_server_the_policies():
+  async def test(one, clients, router, log):
+    await one.update_weights("/p1", 1)
+    router.version = 1
+    await sample(one, "a.0.0.")
+    await one.aclose()
+    return log
+  log = routed(test)
+  assert [server for server, what, _ in log if what == "generate"] == ["9"]
+  assert [server for server, what, _ in log if what == "update"] == ["0", "1"]
+  assert {server for server, what, _ in log if what == "aclose"} == {"0", "1", "9"}
+
+
+def test_an_older_turn_through_a_router_is_sampled_again_and_the_server_mended():
+  async def test(one, clients, router, log):
+    await one.update_weights("/p1", 1)
+    clients[1].version = 0  # restarted, and the router asked it
+    job = asyncio.create_task(sample(one, "a.0.0."))
+    await until(lambda: clients[1].version == 1)
+    router.version = 1
+    return await job
+  assert routed(test).version == 1
+
+
+def test_cancelling_a_routed_request_aborts_it_on_the_servers():
+  async def test(one, clients, router, log):
+    router.open.clear()
+    job = asyncio.create_task(sample(one, "a.0.0."))
+    await until(lambda: served(log))
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await job
+    return log
+  log = routed(test)
+  assert ("0", "abort", "a.0.0.") in log and ("1", "abort", "a.0.0.") in log
+
+
 # -------------------------------------------------------------------- real servers
 
 
@@ -469,3 +530,73 @@ def test_a_server_killed_in_mid_rollout_loses_nothing_and_comes_back_with_the_cu
         np.subtract(scored[start:start + len(sampled.ids)], sampled.logprobs)))
   # What is called version 1 was sampled by policy 1, wherever; and the two can be told apart.
   assert max(gaps[1]) < 1e-3 < 10 * np.mean(gaps[0])
+
+
+def router_python():
+  """An interpreter that has sglang-router: this one, or that of SGLang's environment."""
+  for python in (sys.executable, ROOT / ".venv-sglang" / "bin" / "python"):
+    if pathlib.Path(python).exists() and not subprocess.run(
+        [python, "-c", "import sglang_router"], capture_output=True).returncode:
+      return python
+  return None
+
+
+@contextlib.contextmanager
+def sglang_router(servers, log):
+  """Its address, once it knows the servers.
+
+  Cache-aware by token ids; its defaults would send all prompts with a common beginning to one
+  server until that has 64 requests more than another.
+  """
+  port = free_port()
+  with open(log, "wb") as out:
+    process = subprocess.Popen(
+      [router_python(), "-m", "sglang_router.launch_router", "--host=127.0.0.1", f"--port={port}",
+       f"--prometheus-port={free_port()}", "--policy=cache_aware", "--cache-threshold=0.8",
+       "--balance-abs-threshold=4", "--health-check-interval-secs=1",
+       "--health-failure-threshold=2", "--health-success-threshold=1",
+       "--worker-urls", *(s.url for s in servers)], stdout=out, stderr=out)
+  try:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+      with contextlib.suppress(OSError):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/workers", timeout=5) as answer:
+          if sum(w["is_healthy"] for w in json.load(answer)["workers"]) == len(servers):
+            break
+      time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+  finally:
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(router_python() is None, reason="sglang-router is not installed")
+def test_sglang_router_before_two_servers_one_of_which_dies(policies, tmp_path):
+  first, second = policies
+  servers = [ServerProcess(first, slots=8, max_len=256, seed=i, version=0,
+                           log=tmp_path / f"{i}.log") for i in range(2)]
+
+  async def main(url):
+    one = Fleet([PolicyClient(s.url, retries=1) for s in servers], router=PolicyClient(url),
+                check_s=0.2)
+    done = []
+    try:
+      await one.check_on_policy()
+      await asyncio.gather(*(roll_out(one, i, done) for i in range(6)))
+      counts = [i["counts"] for i in (await one.info())["servers"].values()]
+      await one.update_weights(second, 1)
+      rollouts = [asyncio.create_task(roll_out(one, i, done)) for i in range(8)]
+      await until(lambda: len(done) >= 6 * TURNS + 8)
+      await asyncio.to_thread(servers[0]._process.kill)
+      return await asyncio.gather(*rollouts), counts
+    finally:
+      await one.aclose()
+
+  with servers[0], servers[1], sglang_router(servers, tmp_path / "router.log") as url:
+    finished, counts = asyncio.run(asyncio.wait_for(main(url), 300))
+  assert all(len(turns) == TURNS for _, turns in finished)
+  assert {sampled.version for _, turns in finished for _, sampled in turns} == {1}
+  assert all(c["requests"] > 8 for c in counts)  # both served, not only the on-policy check
+  cached, computed = (sum(c[key] for c in counts) for key in ("cached_tokens", "prefill_tokens"))
+  assert cached > computed  # turns went to the server that holds their prefix
