@@ -30,7 +30,8 @@ ROOMS = {
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 JAX_MODULES = {"kr.rl.loss", "kr.rl.optim", "kr.rl.learner"}
-DRIVERS = {"kr.rl.start"}  # holds a learner, and so loads jax; has no jax of its own
+# They hold a learner or an engine, and so load jax; they have no jax of their own.
+DRIVERS = {"kr.rl.start", "kr.rl.colocated"}
 
 
 def module_name(path: pathlib.Path, root: pathlib.Path) -> str:

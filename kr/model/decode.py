@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kr.model import sharding
 from kr.model import transformer
 from kr.model.config import ModelConfig
 
@@ -71,7 +72,8 @@ def _write(cache: Cache, new: Cache, old: Cache, slot: jax.Array, start: jax.Arr
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2, 3), inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0, axis))
-    return jax.lax.scatter(old, jnp.stack([slot, start], -1), update, numbers, mode="clip")
+    out = jax.lax.scatter(old, jnp.stack([slot, start], -1), update, numbers, mode="clip")
+    return sharding.constrain(out, None, "kv_heads", None, None)  # where it lay: it is donated
 
   return Cache(tuple(scatter(o, n, 3) for o, n in zip(cache.k, new.k)),
                tuple(scatter(o, n, 2) for o, n in zip(cache.v, new.v)))

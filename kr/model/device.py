@@ -6,13 +6,19 @@ in numpy: every call takes slots as plain lists and reads their tokens from `Slo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
 import numpy as np
 
 from kr.model import decode
 from kr.model import layers
+from kr.model import sharding
+from kr.model import transformer
 from kr.model.config import ModelConfig
 from kr.model.slots import Slots
 
@@ -32,10 +38,14 @@ def bucket(n: int, sizes: tuple[int, ...]) -> int:
 
 
 class Device:
-  """One model and its cache. max_len: tokens of a sequence; steps: tokens per decode call."""
+  """One model and its cache. max_len: tokens of a sequence; steps: tokens per decode call.
 
-  def __init__(self, params: Any, cfg: ModelConfig, slots: int, max_len: int, steps: int):
-    self.cfg, self.steps = cfg, steps
+  mesh: where they lie, heads and MLP columns over its `tensor` axis; None: the default device.
+  """
+
+  def __init__(self, params: Any, cfg: ModelConfig, slots: int, max_len: int, steps: int,
+               mesh: Mesh | None = None):
+    self.cfg, self.steps, self.mesh = cfg, steps, mesh
     self.slots = Slots(slots, max_len + steps)  # a decode call may run past the last token
     capacity = self.slots.capacity
     self.spans = tuple(2 ** i for i in range(7, 31) if 2 ** i < capacity) + (capacity,)
@@ -45,22 +55,58 @@ class Device:
     self.chunks = {c: rows for c, rows in chunks.items() if c <= capacity} or {capacity: (4,)}
     self.rows = LARGE_DECODE_ROWS if large else DECODE_ROWS
     self.rows = tuple(r for r in self.rows if r < slots) + (slots,)
-    self._cache = decode.init_cache(cfg, slots + 1, capacity)  # the last slot takes padding rows
-    self._scratch: decode.Cache | None = None  # memory for the decode calls of one shape
     self._shapes = self._shapes_of(params)
-    self.params = self.put(params)
+    self._cache: decode.Cache | None = None
+    self._scratch: decode.Cache | None = None  # memory for the decode calls of one shape
+    self.params: Any = None
+    self.load(self.put(params))
 
   def put(self, params: Any) -> Any:
     """Weights onto the device as float32, each layer's apart from its stack: a program that
-    slices the stacks would copy every weight once a token. Raises ValueError when one is not
-    finite."""
-    params = jax.tree.map(lambda a: np.asarray(a, np.float32), params)
+    slices the stacks would copy every weight once a token. What lies on devices already moves
+    from there, not through the host. Raises ValueError when a weight is not finite."""
     for path, a in jax.tree_util.tree_leaves_with_path(params):
-      if not np.isfinite(a).all():
+      if not (jnp if isinstance(a, jax.Array) else np).isfinite(a).all():
         raise ValueError(f"the weights {jax.tree_util.keystr(path)} hold NaN or infinity")
-    fused = params["layers"] if self.cfg.mla else layers.fuse_heads(params["layers"])
-    params = {**params, "layers": {name: tuple(a) for name, a in fused.items()}}
-    return jax.block_until_ready(jax.device_put(params))
+    declared = transformer.declare(self.cfg)
+    stacks = params["layers"]
+    if self.mesh is None and not self.cfg.mla:  # on a mesh, its parts would lie elsewhere
+      stacks = layers.fuse_heads(stacks)
+    axes = {name: p.axes[1:] for name, p in declared["layers"].items()}
+    placed = {name: self._place(a, declared[name].axes)
+              for name, a in params.items() if name != "layers"}
+    placed["layers"] = {name: tuple(self._place(a[i], axes.get(name)) for i in range(len(a)))
+                        for name, a in stacks.items()}
+    return jax.block_until_ready(placed)
+
+  def _place(self, a: Any, axes: tuple[str | None, ...] | None) -> jax.Array:
+    where = jax.local_devices()[0] if self.mesh is None else NamedSharding(
+        self.mesh, sharding.spec(self.mesh, axes, a.shape))
+    # Never the learner's own array, whose memory its next update gives away.
+    return jax.device_put(a.astype(np.float32), where, may_alias=False)
+
+  def load(self, params: Any) -> None:
+    """Takes weights that `put` placed, and makes an empty cache if there is none."""
+    self.params = params
+    if self._cache is None:
+      # The last slot takes padding rows.
+      self._cache = self._empty(self.slots.count + 1, self.slots.capacity)
+
+  def release(self) -> None:
+    """Gives up the memory of weights and cache, until `load`."""
+    self.params = self._cache = self._scratch = None
+
+  def _empty(self, slots: int, capacity: int) -> decode.Cache:
+    make = functools.partial(decode.init_cache, self.cfg, slots, capacity)
+    if self.mesh is None:
+      return make()
+    kinds = jax.eval_shape(make)
+    axes = (None, "kv_heads", None, None)
+    return jax.jit(make, out_shardings=jax.tree.map(
+        lambda a: NamedSharding(self.mesh, sharding.spec(self.mesh, axes, a.shape)), kinds))()
+
+  def _on_mesh(self) -> contextlib.AbstractContextManager:
+    return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
   def check(self, params: Any) -> None:
     """Raises ValueError unless the tree has the shapes of the model that is served."""
@@ -78,7 +124,8 @@ class Device:
   def copy(self, source: int, target: int, tokens: int) -> None:
     """Copies the first tokens of one slot's cache to another's."""
     source, target = np.array([source], np.int32), np.array([target], np.int32)
-    self._cache = decode.copy(self._cache, source, target, span=bucket(tokens, self.spans))
+    with self._on_mesh():
+      self._cache = decode.copy(self._cache, source, target, span=bucket(tokens, self.spans))
 
   def chunk(self, slot: int) -> int:
     """The chunk length that suits what the slot is missing."""
@@ -107,12 +154,12 @@ class Device:
     out = np.zeros((B, 0), np.float32)
     if scored:
       targets = S.held[slot[:, None], np.minimum(column + 1, S.capacity - 1)]
-      out, self._cache = decode.score(
-          self.params, self._cache, tokens, targets, slot, start, cfg=self.cfg, span=span)
+      with self._on_mesh():
+        out, self._cache = decode.score(
+            self.params, self._cache, tokens, targets, slot, start, cfg=self.cfg, span=span)
       out = np.asarray(out)
     else:
-      self._cache = decode.prefill(
-          self.params, self._cache, tokens, slot, start, cfg=self.cfg, span=span)
+      self._prefill(tokens, slot, start, span)
     scores = []
     for i, s in enumerate(slots):
       n = min(T, int(S.known[s]) - 1 - int(start[i]))
@@ -141,15 +188,21 @@ class Device:
         rows, bucket(int(position.max()), self.spans), truncate=not off.all())
     return np.asarray(tokens)[:n].tolist(), np.asarray(logprobs)[:n].tolist()
 
+  def _prefill(self, tokens: np.ndarray, slot: np.ndarray, start: np.ndarray, span: int) -> None:
+    with self._on_mesh():
+      self._cache = decode.prefill(
+          self.params, self._cache, tokens, slot, start, cfg=self.cfg, span=span)
+
   def _decode(self, rows: decode.Rows, span: int, truncate: bool) -> tuple[jax.Array, jax.Array]:
     B = len(rows.slot)
     scratch, self._scratch = self._scratch, None
     if scratch is None or scratch.k[0].shape[::3] != (B, span):
       del scratch  # before there is another
-      scratch = decode.init_cache(self.cfg, B, span)
-    tokens, logprobs, self._cache, self._scratch = decode.decode(
-        self.params, self._cache, scratch, rows, cfg=self.cfg, span=span, steps=self.steps,
-        truncate=truncate)
+      scratch = self._empty(B, span)
+    with self._on_mesh():
+      tokens, logprobs, self._cache, self._scratch = decode.decode(
+          self.params, self._cache, scratch, rows, cfg=self.cfg, span=span, steps=self.steps,
+          truncate=truncate)
     return tokens, logprobs
 
   def warm_up(self, spans: int) -> None:
@@ -166,6 +219,5 @@ class Device:
       for T, rows in self.chunks.items():
         for B in rows:
           zero = np.zeros(B, np.int32)
-          self._cache = decode.prefill(self.params, self._cache, np.zeros((B, T), np.int32),
-                                       zero + last, zero, cfg=cfg, span=span)
+          self._prefill(np.zeros((B, T), np.int32), zero + last, zero, span)
     jax.block_until_ready(self._cache)

@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any, Callable
 
+from jax.sharding import Mesh
 import numpy as np
 
 from kr.model.config import ModelConfig
@@ -65,17 +66,17 @@ class Engine:
 
   params: the tree of `kr.model.transformer`; cfg: its shape. slots: how many requests
   run at once, the others queue. max_len: prompt and output together, in tokens. steps:
-  tokens sampled per device call. version: the name of the weights. on_death is called
-  from the engine's thread after it has died of an error.
+  tokens sampled per device call. version: the name of the weights. mesh: the devices, see
+  `kr.model.device`. on_death is called from the engine's thread after it has died of an error.
   """
 
   def __init__(self, params: Any, cfg: ModelConfig, *, slots: int = 64, max_len: int = 1024,
-               seed: int = 0, version: str = "0", steps: int = 8,
+               seed: int = 0, version: str = "0", steps: int = 8, mesh: Mesh | None = None,
                on_death: Callable[[], None] = lambda: None):
     self.cfg, self.max_len, self.version = cfg, max_len, version
     self.paused = False
     self.counts = {"requests": 0, "output_tokens": 0, "prefill_tokens": 0, "cached_tokens": 0}
-    self._device = Device(params, cfg, slots, max_len, steps)
+    self._device = Device(params, cfg, slots, max_len, steps, mesh)
     self._slots = self._device.slots
     self._jobs: dict[int, _Job] = {}  # slot -> job, in order of admission
     self._waiting: list[_Job] = []
@@ -138,8 +139,8 @@ class Engine:
     return self._post(lambda: self._pause(mode))
 
   def resume(self) -> Future:
-    """Ends a pause."""
-    return self._post(lambda: setattr(self, "paused", False))
+    """Ends a pause -> whether it did: not while the memory is released."""
+    return self._post(self._resume)
 
   def update(self, params: Any, version: str | None, *, flush: bool = True,
              abort_all: bool = False) -> Future:
@@ -163,6 +164,14 @@ class Engine:
   def flush(self) -> Future:
     """Forgets the KV cache -> True, or False when requests are running or queued."""
     return self._post(self._flush)
+
+  def release(self) -> Future:
+    """Gives up the memory of weights and cache until `update` -> whether it did.
+
+    False unless the engine is paused. What was cached of running and queued requests is computed
+    again after `resume`, which must not come before the update.
+    """
+    return self._post(self._release)
 
   def warm_up(self, spans: int = 2) -> None:
     """Compiles the programs that most requests need (of the `spans` shortest spans). Blocks."""
@@ -268,8 +277,19 @@ class Engine:
       self._jobs = {}
     return count
 
+  def _resume(self) -> bool:
+    self.paused = self._device.params is None
+    return not self.paused
+
+  def _release(self) -> bool:
+    if self.paused:
+      self._pause("retract")
+      self._slots.flush()
+      self._device.release()
+    return self.paused
+
   def _update(self, params: Any, version: str | None, flush: bool) -> int:
-    self._device.params = params
+    self._device.load(params)
     self.version = self.version if version is None else version
     if flush:
       self._slots.flush()

@@ -67,8 +67,9 @@ def heads(
 
 def fuse_heads(p: dict[str, Any]) -> dict[str, Any]:
   """Layers, stacked, with one matrix for queries, keys and values: a token at a time, where every
-  product waits for its weights, one large product is faster than three. numpy arrays."""
-  fused = {f"{kind}qkv": np.concatenate([p[kind + name] for name in "qkv"], -2)
+  product waits for its weights, one large product is faster than three. NumPy's arrays or JAX's."""
+  join = jnp.concatenate if isinstance(p["wq"], jax.Array) else np.concatenate
+  fused = {f"{kind}qkv": join([p[kind + name] for name in "qkv"], -2)
            for kind in ("w", "b") if kind + "q" in p}
   return {**{name: a for name, a in p.items() if name[1:] not in ("q", "k", "v")}, **fused}
 

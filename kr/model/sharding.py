@@ -170,6 +170,23 @@ def shard(mesh: Mesh, tree: Any, declared: Any) -> Any:
   return jax.tree.map(one, tree, declared)
 
 
+def park(tree: Any) -> Any:
+  """Arrays in the memory of their devices' hosts, laid out as they are; `unpark` brings them back.
+
+  The devices' own memory is free as soon as nobody holds the old arrays.
+  """
+  return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("pinned_host")), tree)
+
+
+def unpark(tree: Any) -> Any:
+  """What `park` put aside, in the devices' memory again; other arrays as they are."""
+  def one(a: jax.Array) -> jax.Array:
+    parked = a.sharding.memory_kind == "pinned_host"
+    return jax.device_put(a, a.sharding.with_memory_kind("device")) if parked else a
+
+  return jax.tree.map(one, tree)
+
+
 def zigzag(tokens: int, parts: int) -> np.ndarray:
   """The order in which a row's tokens are laid over `parts` devices, so that each has as much
   causal attention to compute: part i holds the i-th piece from the front and from the back.

@@ -176,6 +176,11 @@ class Learner:
     else:
       self.params, self.opt_state = optimizer_tree["adapters"], optimizer_tree["optimizer"]
 
+  def park(self) -> None:
+    """Moves the optimizer's state to the host's memory, where it waits while others need the
+    devices'. `update` brings it back."""
+    self.opt_state = sharding.park(self.opt_state)
+
   def update(self, batch: Batch | Sequence[Batch], version: int | None = None
              ) -> dict[str, float]:
     """One optimizer step on packed rows; returns means over their trained tokens.
@@ -211,7 +216,7 @@ class Learner:
       if not sums:
         return {"loss": 0.0, "trained_tokens": 0, "skipped": 0, **counts}
       self.params, self.opt_state, norm = _apply(
-          self.params, self.opt_state, grads, self.optimizer, self.cfg, self.lora)
+          self.params, sharding.unpark(self.opt_state), grads, self.optimizer, self.cfg, self.lora)
     return {**counts, **_means([{k: float(v) for k, v in s.items()} for s in sums]),
             "grad_norm": float(norm), "skipped": int(not np.isfinite(float(norm)))}
 
