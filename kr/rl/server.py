@@ -95,14 +95,14 @@ class ServerProcess:
   def start(self) -> None:
     """Spawns the process; returns at once. Nothing happens when it runs already.
 
-    Raises ServerError if SGLang, where that is wanted, is not there and cannot be installed.
+    Raises ServerError if SGLang, where that is wanted, cannot serve this model or be installed.
     """
     if self.alive():
       return
     self._port = self._port or free_port(self._host)
     if self.kind == "sglang":
-      _install_sglang()
       command = self._sglang_command()
+      _install_sglang()
     else:
       command = self._kr_command()
     path = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
