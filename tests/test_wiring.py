@@ -1,6 +1,7 @@
 """What the binaries share: workdirs, atomic files, config differences, clear errors."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -227,6 +228,39 @@ def test_a_published_policy_is_what_a_restart_would_serve(monkeypatch):
   monkeypatch.setattr(session.policy, "update_weights", update_weights)
   asyncio.run(session.publish(pathlib.Path("/w/checkpoints/8"), 8))
   assert sent == [("/w/checkpoints/8", 8, "/w/checkpoints/8", 8)]
+
+
+class NoExports:
+  """Notes what was exported and kept."""
+
+  def __init__(self):
+    self.calls = []
+
+  def add(self, policy, version):
+    self.calls.append(("add", str(policy), version))
+    return f"/exports/{version}"
+
+  def keep(self, version):
+    self.calls.append(("keep", version))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_server_of_hugging_face_directories_gets_an_export_which_stays_while_it_is_served(
+    works, monkeypatch):
+  server, exports = Server(), NoExports()
+  session = wiring.Session(NoTools(), None, server, 1, exports)
+
+  async def update_weights(path, version):
+    exports.calls.append(("update", path, version, server.model, server.version))
+    if not works:
+      raise ServerError("no")
+  monkeypatch.setattr(session.policy, "update_weights", update_weights)
+  with contextlib.nullcontext() if works else pytest.raises(ServerError):
+    asyncio.run(session.publish(pathlib.Path("/w/8.policy"), 8))
+  session.moved("/w/8")
+  assert server.model == "/exports/8"
+  assert exports.calls == [("add", "/w/8.policy", 8), ("update", "/exports/8", 8, "/exports/8", 8),
+                           ("keep", 8)][:2 + works]
 
 
 # Name: the body of a binary's main, its flags, and the exit status and text that are promised.
