@@ -52,7 +52,7 @@ from kr.tools.base import Toolbox, ToolSpec  # noqa: E402
 
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements per mode; the median counts.", 1)
 _STEPS = flags.DEFINE_integer("steps", 12, "Steps of a measurement.", 1)
-_ENOUGH = flags.DEFINE_float("enough", 0.6, "The share of its groups that ends a partial step.")
+_ENOUGH = flags.DEFINE_float("enough", 0.5, "The share of its groups that ends a partial step.")
 _REAL = flags.DEFINE_bool("real", False, "kr.serve instead of the simulation.")
 _QUICK = flags.DEFINE_bool("quick", False, "As small as it gets, for tests.")
 

@@ -169,9 +169,12 @@ class Trajectory:
     return {r.meta["url"] for t in self.turns for r in t.results if "url" in r.meta}
 
   def to_json(self) -> dict[str, Any]:
-    data = dataclasses.asdict(self)
-    data["stop"] = self.stop.value if self.stop else None
-    return data
+    # Not dataclasses.asdict, which takes each token apart: that costs more than all else here.
+    return {**vars(self), "task": self.task.to_json(), "meta": dict(self.meta),
+            "segments": [{name: list(column) for name, column in vars(s).items()}
+                         for s in self.segments],
+            "turns": [dataclasses.asdict(turn) for turn in self.turns],
+            "stop": self.stop.value if self.stop else None}
 
   @classmethod
   def from_json(cls, data: dict[str, Any]) -> "Trajectory":

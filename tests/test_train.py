@@ -212,6 +212,30 @@ def test_server_killed_in_mid_run_is_restarted_and_nothing_is_lost(tmp_path):
   assert len(rows(workdir)) == 18
 
 
+def test_sigterm_leaves_within_its_grace_with_all_stored_and_the_same_command_goes_on(tmp_path):
+  workdir = tmp_path / "run"
+  command = [sys.executable, "-m", "kr.train", f"--workdir={workdir}", *MICRO,
+             "--config.rl.steps=3", "--config.rollout.grace_s=60"]
+  with open(tmp_path / "log", "w") as log, subprocess.Popen(
+      command, cwd=ROOT, stdout=log, stderr=log,
+      env={**os.environ, "PYTHONPATH": str(ROOT)}) as trainer:
+    while not ((workdir / "metrics.jsonl").is_file() and metrics(workdir)):
+      assert trainer.poll() is None, (tmp_path / "log").read_text()[-3000:]
+      time.sleep(0.05)
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait(90) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()[-3000:]
+  printed = (tmp_path / "log").read_text()
+  assert "leaving within 60 s" in printed and "Traceback" not in printed
+  done = {row["step"] for row in metrics(workdir)}
+  assert (workdir / "checkpoints" / str(max(done))).is_dir()  # whole: its name is a number alone
+  assert len(rows(workdir)) == 6 * (max(done) + 1)  # the next step's were begun
+  again = train(workdir, *MICRO, "--config.rl.steps=3")
+  assert again.returncode == 0, again.stderr[-3000:]
+  assert [row["step"] for row in metrics(workdir)] == [1, 2, 3]
+  assert all(state == "finished" and made == consumed
+             for state, made, consumed in rows(workdir).values())
+
+
 def test_starting_policy_can_be_made_again(tmp_path):
   workdir = tmp_path / "run"
   made = train(workdir, *MICRO, "--config.rl.steps=0", "--config.start.rebuild=True",

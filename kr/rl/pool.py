@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import gc
 import inspect
 import math
 import time
@@ -26,6 +27,9 @@ from kr.agent import loop
 from kr.rl.buffer import ReplayBuffer
 
 
+# A full garbage collection walks through each token of each trajectory. Python would do so whenever
+# there are a quarter more of them; after this many smaller collections is enough.
+_FULL_COLLECTION = 1000
 _COUNTED = ("turn_timeouts", "tool_timeouts", "mixed_versions")  # in a trajectory's meta
 
 
@@ -233,9 +237,12 @@ class Pool:
     return {key: counts[key] for key in ("paused", "resumed", *_COUNTED)}
 
   async def __aenter__(self) -> "Pool":
+    self._thresholds = gc.get_threshold()
+    gc.set_threshold(*self._thresholds[:2], _FULL_COLLECTION)
     return self
 
   async def __aexit__(self, kind, *unused) -> None:
+    gc.set_threshold(*self._thresholds)
     self._leaving = True
     for task in self._running if kind or self._error else ():
       task.cancel()
