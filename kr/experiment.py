@@ -26,6 +26,7 @@ from kr.model.config import Execution, ModelConfig
 from kr.model.lora import Lora
 from kr.rl import advantage
 from kr.rl import batch as batch_lib
+from kr.rl import loss as loss_lib
 from kr.rl import reward
 from kr.rl import pool
 from kr.rl.learner import Learner
@@ -100,7 +101,8 @@ def make_learner(workdir: wiring.Workdir, config: ConfigDict, checkpoints: Check
     if config.rl.share_prefix:
       check_prefix(how.attention, cfg, jax.default_backend())
     learner = Learner(cfg, params, optimizer, micro_rows=config.rl.micro_rows, mesh=mesh, how=how,
-                      lora=adapters, seed=config.seed)
+                      lora=adapters, seed=config.seed, off_policy=config.rl.off_policy,
+                      ratio_cap=config.rl.ratio_cap)
   del params  # the learner has its own, and a large policy must not lie in memory twice
   latest = checkpoints.latest()
   if latest is None:
@@ -153,8 +155,6 @@ _FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "s
          "learner.remat:", "learner.scan:", "learner.attention:", "learner.head_chunk:",
          "rl.share_prefix:")
 
-OFF_POLICY = ("strict", "mask", "tis", "topr", "keep")
-
 # Keys that came later, and the values by which a run that was begun without them goes on.
 _LATER = {
     "server.kind": "kr", "rl.row_buckets": 1, "rl.share_prefix": False, "learner.mesh": "",
@@ -180,8 +180,8 @@ def check_config(config: ConfigDict) -> None:
     if config[section][name] < 1:
       raise wiring.UserError(f"{key}={config[section][name]} must be at least 1")
   with stages.users_error("config.rl"):
-    if rl.off_policy not in OFF_POLICY:
-      raise ValueError(f"off_policy={rl.off_policy!r} is none of {', '.join(OFF_POLICY)}")
+    if rl.off_policy not in loss_lib.KINDS:
+      raise ValueError(f"off_policy={rl.off_policy!r} is none of {', '.join(loss_lib.KINDS)}")
     if not rl.ratio_cap > 0:
       raise ValueError(f"ratio_cap={rl.ratio_cap} must be above 0")
     reward.step_rewards(types.StopReason.ANSWERED, True, 1, rl.gamma, rl.format_penalty)

@@ -223,6 +223,8 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       steps.update()
   await settle(checkpoints, rl.steps, session)
   checkpoints.sweep()
+  if paused := buffer.counts()["paused"]:
+    stages.say(f"{paused} trajectories are paused in the buffer: more steps would go on with them")
 
 
 @contextlib.contextmanager

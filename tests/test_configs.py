@@ -97,11 +97,31 @@ def config():
     ({"rl.weight_decay": -1.0}, "weight_decay=-1.0"),
     ({"rollout.concurrency": 0}, "rollout.concurrency=0 must be at least 1"),
     ({"eval.samples": 0}, "eval.samples=0 must be at least 1"),
+    ({"rollout.max_staleness": -1}, "config.rollout: max_staleness must not be negative"),
+    ({"rollout.enough": 0.0}, "config.rollout: enough is a share"),
+    ({"rollout.max_pauses": 0}, "max_pauses must be at least 1"),
+    ({"rollout.budget_s": -1.0}, "budget_s must not be negative"),
+    ({"rollout.turn_s": -1.0}, "config.rollout: turn_s must be a number of seconds"),
+    ({"rollout.trajectory_s": float("inf")}, "trajectory_s must be a number of seconds"),
+    ({"rollout.grace_s": 0.0}, "grace_s=0.0 must be above 0"),
+    ({"rollout.max_staleness": 1}, "set rl.off_policy to mask, tis, topr or keep"),
+    ({"rollout.budget_s": 9.0}, "set rl.off_policy to mask"),
+    ({"rollout.enough": 0.5}, "set rl.off_policy to mask"),
+    ({"rl.off_policy": "maks"}, "off_policy='maks' is none of strict, mask"),
+    ({"rl.ratio_cap": 0.0}, "ratio_cap=0.0 must be above 0"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_a_learner_that_cannot_be_is_refused_before_anything_starts(config, change, words):
   config.update_from_flattened_dict(change)
   with pytest.raises(wiring.UserError, match=words):
     experiment.check_config(config)
+
+
+def test_a_step_is_strictly_on_policy_unless_the_config_says_what_becomes_of_older_tokens(config):
+  assert experiment.pace(config).oldest == 0
+  config.rollout.update(max_staleness=1, enough=0.5, max_pauses=3)
+  config.rl.off_policy = "tis"
+  experiment.check_config(config)
+  assert experiment.pace(config).oldest == 4
 
 
 @pytest.mark.parametrize("kind", ["splash", "cudnn"])
@@ -135,7 +155,8 @@ def test_a_config_without_the_learner_is_refused_with_the_keys_that_it_lacks(con
 def test_a_run_that_began_before_there_were_learner_options_goes_on_as_it_was(config, tmp_path):
   workdir = wiring.Workdir.create(tmp_path / "run")
   old = ml_collections.ConfigDict(wiring.plain(config))
-  del old.learner, old.rl.row_buckets, old.rl.share_prefix
+  del old.learner, old.rl.row_buckets, old.rl.share_prefix, old.rl.off_policy
+  old.rollout = dict(concurrency=64, budget_s=0.0)
   workdir.save_config(old)
   (workdir.checkpoints / "1").mkdir(parents=True)  # so that every key binds
   experiment.adopt_config(workdir, config)

@@ -123,3 +123,12 @@ def test_console_line_divides_tool_time_by_what_ran_at_once_and_shows_gaps_as_da
   assert "(tools 0.5)" in line  # 10 of 40 trajectory-seconds, in 2 seconds
   empty = metrics.summarize([], [], 0)
   assert "reward –" in metrics.console_line(1, {**row, **empty})
+
+
+def test_console_line_counts_what_was_paused_resumed_stale_or_excluded_where_there_is_any():
+  row = {"policy_s": 1.0, "tools_s": 0.0, "rollout_s": 1.0, "update_s": 1.0, "publish_s": 0.5}
+  assert metrics.console_line(1, {**row, "paused": 0, "stale": 0}).endswith("publish 0.5 s")
+  full = {**row, "paused": 3, "resumed": 2, "stale": 5, "infrastructure": 1, "turn_timeouts": 1,
+          "tool_timeouts": 4, "mixed_versions": 6}
+  assert metrics.console_line(1, full).endswith(
+      "paused 3  resumed 2  stale 5  excluded 1  slow turns 1  slow tools 4  mixed turns 6")
