@@ -18,7 +18,7 @@ source_="git+$repository@$commit#subdirectory=python"
 python=.venv-sglang-jax/bin/python
 stamp=.venv-sglang-jax/kr-sglang-jax.stamp
 
-model="" port=30000 only_install="" flags=()
+model="" port=30000 only_install="" exit_with_stdin="" flags=()
 while (( $# )); do
   case "$1" in
     --model=*|--port=*|--source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
@@ -27,6 +27,8 @@ while (( $# )); do
       case "$1" in --model) model="$2" ;; --port) port="$2" ;; --source) source_="$2" ;; esac
       shift 2 ;;
     --install) only_install=yes; shift ;;
+    # For a parent: the server ends when its standard input closes, as when the parent dies.
+    --exit-with-stdin) exit_with_stdin=yes; shift ;;
     *) flags+=("$1"); shift ;;
   esac
 done
@@ -67,11 +69,18 @@ if ! installed; then
 fi
 [[ -z "$only_install" ]] || exit 0
 
+if [[ -n "$exit_with_stdin" ]]; then
+  # Kills the whole process group, so it must be this server's own.
+  read -r _ _ _ _ group _ < "/proc/$$/stat"
+  [[ "$group" == "$$" ]] || die "--exit-with-stdin is for a process group of its own (setsid)."
+  { cat >/dev/null || true; kill -KILL 0; } <&0 &
+fi
 command=("$python" launch/sglang_jax/server.py --model-path "$model" --host 127.0.0.1
   --port "$port" --skip-server-warmup --weight-version 0)
 export HF_HUB_OFFLINE=1  # weights come from directories alone
 if [[ "$device" == cpu ]]; then
   export JAX_PLATFORMS=cpu
-  command+=(--device cpu --dtype float32 --disable-overlap-schedule)
+  command+=(--device cpu --dtype float32 --disable-overlap-schedule --disable-precompile
+    --max-total-tokens 65536 --max-running-requests 64)
 fi
 exec "${command[@]}" ${flags[@]+"${flags[@]}"} </dev/null

@@ -13,9 +13,8 @@ import time
 import urllib.error
 import urllib.request
 
-KINDS = ("kr", "sglang")
+KINDS = ("kr", "sglang", "sglang_jax")
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-_SGLANG = _ROOT / "launch" / "sglang.sh"
 
 
 class ServerError(RuntimeError):
@@ -26,11 +25,15 @@ class ServerError(RuntimeError):
 _SGLANG_MARGIN_TOKENS = 8
 
 
-def _install_sglang() -> None:
-  """Runs launch/sglang.sh --install, which is quick when SGLang is there. Raises ServerError."""
-  done = subprocess.run(["bash", str(_SGLANG), "--install"], stdin=subprocess.DEVNULL, check=False)
-  if done.returncode:
-    raise ServerError(f"SGLang is not installed, and bash {_SGLANG} --install failed (see above): "
+def _launcher(kind: str) -> str:
+  return str(_ROOT / "launch" / f"{kind}.sh")
+
+
+def _install(kind: str) -> None:
+  """Has the launcher install its server, which is quick when it is there. Raises ServerError."""
+  command = ["bash", _launcher(kind), "--install"]
+  if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+    raise ServerError(f"{kind} is not installed, and {' '.join(command)} failed (see above): "
                       "mend that, or take the server kr (server.kind)")
 
 
@@ -54,12 +57,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 class ServerProcess:
   """An inference server on one policy. Also a context manager: started and healthy inside.
 
-  kind: "kr", which is `python -m kr.serve`, or "sglang", which is launch/sglang.sh: it takes
-  Hugging Face directories only, and is installed at its first start. model: policy checkpoint
-  or Hugging Face directory. version: the number of these weights. slots, max_len, seed: as in
-  kr.serve. log: file that its output is appended to (None: this process's standard error).
-  env: additions to the environment. Of kr.serve alone: warm_up, and compile_cache, the
-  directory of compiled programs; None: its default.
+  kind: "kr", which is `python -m kr.serve`, or "sglang" or "sglang_jax", which launch/<kind>.sh
+  starts: they take Hugging Face directories only, and are installed at their first start.
+  model: policy checkpoint or Hugging Face directory. version: the number of these weights.
+  slots, max_len, seed: as in kr.serve. log: file that its output is appended to (None: this
+  process's standard error). env: additions to the environment. Of kr.serve alone: warm_up, and
+  compile_cache, the directory of compiled programs; None: its default.
 
   The server runs in a session of its own, so that Ctrl-C reaches the trainer alone, and
   ends, with all of its processes, when its standard input closes: also when the trainer is
@@ -100,9 +103,9 @@ class ServerProcess:
     if self.alive():
       return
     self._port = self._port or free_port(self._host)
-    if self.kind == "sglang":
+    if self.kind != "kr":
       command = self._sglang_command()
-      _install_sglang()
+      _install(self.kind)
     else:
       command = self._kr_command()
     path = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
@@ -139,7 +142,7 @@ class ServerProcess:
                         f"{self.model}")
     if places < room:
       flags["json-model-override-args"] = json.dumps({"max_position_embeddings": room})
-    return ["bash", str(_SGLANG), "--exit-with-stdin", "--model", self.model,
+    return ["bash", _launcher(self.kind), "--exit-with-stdin", "--model", self.model,
             "--port", str(self._port), *(f"--{k}={v}" for k, v in flags.items())]
 
   def wait_healthy(self, timeout_s: float | None = None) -> None:

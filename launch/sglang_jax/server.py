@@ -13,6 +13,7 @@ For that moment a device holds the parameters twice.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import concurrent.futures
 import dataclasses
@@ -216,12 +217,11 @@ def add_routes(app: Any, weights: Weights) -> None:
 
 
 def main(argv: list[str]) -> None:
-  version = "0"
-  if "--weight-version" in argv:  # SGLang's flag, which SGLang-JAX has not
-    at = argv.index("--weight-version")
-    version, argv = argv[at + 1], argv[:at] + argv[at + 2:]
-  sys.argv = [sys.argv[0], *argv, "--enable-single-process"]
-  weights = Weights(version)
+  parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  parser.add_argument("--weight-version", default="0")  # SGLang's flag, which SGLang-JAX has not
+  own, theirs = parser.parse_known_args(argv)
+  sys.argv = [sys.argv[0], *theirs, "--enable-single-process"]
+  weights = Weights(own.weight_version)
   launch = http_server._launch_subprocesses_or_threads
 
   def launch_and_attach(*args: Any, **kwargs: Any) -> Any:

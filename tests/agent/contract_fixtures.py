@@ -13,10 +13,23 @@ import numpy as np
 from kr.agent.policy import PolicyClient
 from kr.model import hf
 from kr.model import transformer
+from kr.model.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-START = ROOT / "starts" / "quickstart"
-VOCAB, MAX_LEN = 768, 768
+START = ROOT / "starts" / "quickstart"  # Whose tokenizer the policies have.
+# Heads of 128, as SGLang-JAX wants them. The logits are scaled up: a random policy's are flat.
+CFG = ModelConfig(vocab=768, width=64, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=128,
+                  qk_norm=True, max_len=1024)
+SHARPNESS = 3.0
+VOCAB, MAX_LEN = CFG.vocab, 768
+
+
+def make_policy(path, seed):
+  """A small random policy as a Hugging Face directory."""
+  params = transformer.init(CFG, seed)
+  params["final_norm"] = params["final_norm"] * SHARPNESS
+  hf.export(params, CFG, START, path)
+  return path
 
 
 def talk(server, work):

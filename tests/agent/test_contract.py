@@ -7,37 +7,34 @@ trap that the client is there to handle.
 import asyncio
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from contract_fixtures import (
-    MAX_LEN, ROOT, START, VOCAB, aborted_with_tokens, assert_sampled_by, body, distribution, finish,
-    midway, prompt, publish, reference, sampled, spans, talk)
+    MAX_LEN, ROOT, VOCAB, aborted_with_tokens, assert_sampled_by, body, distribution, finish,
+    make_policy, midway, prompt, publish, reference, sampled, spans, talk)
 from kr.agent.policy import ContextOverflow, PolicyError
-from kr.model import hf
 from kr.rl.server import ServerProcess
-
-SGLANG = ROOT / ".venv-sglang" / "kr-sglang.stamp"
 
 
 @pytest.fixture(name="other", scope="module")
 def fixture_other(tmp_path_factory):
   """A policy of the same shape and other weights."""
-  params, cfg = hf.load(START)
-  path = tmp_path_factory.mktemp("other") / "model"
-  hf.export(jax.tree.map(lambda a: a * 0.9, params), cfg, START, path)
-  return path
+  return make_policy(tmp_path_factory.mktemp("other") / "model", 2)
 
 
-@pytest.fixture(name="server", scope="module",
-                params=["kr", pytest.param("sglang", marks=pytest.mark.slow)])
+@pytest.fixture(name="server", scope="module", params=["kr", *[
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("sglang", "sglang_jax")]])
 def fixture_server(request, tmp_path_factory):
-  if request.param == "sglang" and not SGLANG.is_file():
-    pytest.skip("SGLang is not installed: bash launch/sglang.sh --install, or launch/test.sh --all")
+  """A server on a policy, which lies in `server.model`."""
+  kind = request.param
+  stamp = ROOT / f".venv-{kind}".replace("_", "-") / f"kr-{kind}.stamp".replace("_", "-")
+  if kind != "kr" and not stamp.is_file():
+    pytest.skip(f"{kind} is not installed: bash launch/{kind}.sh --install"
+                + (", or launch/test.sh --all" if kind == "sglang" else ""))
   log = tmp_path_factory.mktemp("log") / "server.log"
-  with ServerProcess(START, kind=request.param, slots=16, max_len=MAX_LEN, log=log,
-                     start_timeout_s=600) as server:
+  with ServerProcess(make_policy(tmp_path_factory.mktemp("policy") / "model", 1), kind=kind,
+                     slots=16, max_len=MAX_LEN, log=log, start_timeout_s=600) as server:
     yield server
     assert server.healthy(), log.read_text()[-5000:]
 
@@ -53,7 +50,7 @@ def test_ids_go_in_and_ids_with_the_learners_logprobs_come_out(server):
   assert status == 200 and len(out) == 40 and all(0 <= t < VOCAB for t in out)
   assert meta["id"] == "r1." and meta["prompt_tokens"] == len(ids)
   assert meta["finish_reason"] == {"type": "length", "length": 40}
-  assert_sampled_by(START, ids, out, logprobs)
+  assert_sampled_by(server.model, ids, out, logprobs)
 
 
 def test_a_stop_token_ends_the_output_and_stays_in_it(server):
@@ -81,7 +78,7 @@ def test_sampling_at_temperature_1_follows_the_models_distribution(server):
       answers += batch
     return answers
   answers = talk(server, work)
-  p = np.exp(distribution(str(START), ids)[-1])
+  p = np.exp(distribution(server.model, ids)[-1])
   seen = np.bincount([a["output_ids"][0] for a in answers], minlength=VOCAB) / count
   likely = p > 0.05
   assert likely.any()
@@ -136,7 +133,8 @@ def test_a_given_sequence_is_scored_as_it_was_sampled(server):
   turn, scores = talk(server, work)
   assert scores[0] == 0.0 and len(scores) == 12 + len(turn.ids)
   np.testing.assert_allclose(scores[12:], turn.logprobs, atol=1e-4)
-  np.testing.assert_allclose(scores[1:], reference(str(START), [*prompt(6), *turn.ids]), atol=1e-4)
+  want = reference(server.model, [*prompt(6), *turn.ids])
+  np.testing.assert_allclose(scores[1:], want, atol=1e-4)
 
 
 def test_the_next_turn_reuses_the_prefix_and_a_flush_forgets_it(server):
@@ -178,7 +176,7 @@ def test_an_aborted_request_keeps_its_partial_tokens(server):
   (status, _), (answer,) = talk(server, work)
   out, logprobs = sampled(answer)
   assert status == 200 and 0 < len(out) < 500
-  assert_sampled_by(START, prompt(0), out, logprobs)
+  assert_sampled_by(server.model, prompt(0), out, logprobs)
 
 
 def test_aborting_all_ends_every_request_with_its_partial_tokens(server):
@@ -231,7 +229,7 @@ def test_pausing_with_abort_ends_what_runs_and_new_requests_wait(server):
 def test_a_paused_request_goes_on_and_each_token_knows_its_version(server, other, mode):
   """retract computes the keys and values again under the new weights, in_place keeps the old."""
   async def work(post, client):
-    await client.update_weights(START, 1)
+    await client.update_weights(server.model, 1)
 
     async def act(n):
       await client.pause(mode)
@@ -243,7 +241,7 @@ def test_a_paused_request_goes_on_and_each_token_knows_its_version(server, other
     def partial(answer):
       return len(spans(answer)) == 2
     found = await midway(post, act, partial=partial)
-    await client.update_weights(START, 1)
+    await client.update_weights(server.model, 1)
     return found
   (before, (status, update), new), answers = talk(server, work)
   assert status == 200 and update["success"]
@@ -266,47 +264,47 @@ def test_publishing_changes_what_is_sampled_and_its_version(server, other):
     await client.update_weights(other, 21)
     new = await client.generate(prompt(13), max_new_tokens=12, stop_ids=[], rid="v.1.")
     info = await client.info()
-    await client.update_weights(START, 22)
+    await client.update_weights(server.model, 22)
     old = await client.generate(prompt(13), max_new_tokens=12, stop_ids=[], rid="v.2.")
     return new, old, info
   new, old, info = talk(server, work)
   assert (new.version, old.version, str(info["weight_version"])) == (21, 22, "21")
-  for path, turn in ((other, new), (START, old)):
+  for path, turn in ((other, new), (server.model, old)):
     assert_sampled_by(path, prompt(13), turn.ids, turn.logprobs)
 
 
 def test_publishing_under_load_mixes_no_turn_unnoticed(server, other):
   """What one version sampled is whole; what two sampled is reported as aborted and mixed."""
   async def work(post, client):
-    await client.update_weights(START, 30)
+    await client.update_weights(server.model, 30)
     turns = [asyncio.create_task(client.generate(
         prompt(i, 20), max_new_tokens=20 + 20 * i, stop_ids=[], rid=f"l{i}.")) for i in range(12)]
     await asyncio.sleep(0.2)
-    for version, path in ((31, other), (32, START), (33, other)):
+    for version, path in ((31, other), (32, server.model), (33, other)):
       await client.update_weights(path, version)
       await asyncio.sleep(0.1)
     done = await asyncio.gather(*turns)
     late = await client.generate(prompt(14), max_new_tokens=9, stop_ids=[], rid="late.")
-    await client.update_weights(START, 34)
+    await client.update_weights(server.model, 34)
     return done, late
   done, late = talk(server, work)
   for i, turn in enumerate(done):
     assert turn.mixed == (turn.finish == "abort")
     if not turn.mixed:
-      path = other if turn.version in (31, 33) else START
+      path = other if turn.version in (31, 33) else server.model
       assert_sampled_by(path, prompt(i, 20), turn.ids, turn.logprobs)
   assert late.version == 33 and late.finish in ("length", "stop")
 
 
 def test_without_a_pause_running_requests_finish_under_their_weights(server, other):
   async def work(post, client):
-    await client.update_weights(START, 40)
+    await client.update_weights(server.model, 40)
     tasks = [asyncio.create_task(post("/generate", body(prompt(i), f"q{i}.", 60)))
              for i in range(3)]
     await asyncio.sleep(0.1)
     status, update = await publish(post, other, "41", flush_cache=False)
     answers = await asyncio.gather(*tasks)
-    await client.update_weights(START, 42)
+    await client.update_weights(server.model, 42)
     return status, update, answers
   status, update, answers = talk(server, work)
   assert status == 200 and update["success"]
@@ -316,14 +314,14 @@ def test_without_a_pause_running_requests_finish_under_their_weights(server, oth
 
 def test_weights_that_are_not_there_are_an_error_and_change_nothing(server):
   async def work(post, client):
-    await client.update_weights(START, 50)
+    await client.update_weights(server.model, 50)
     with pytest.raises(PolicyError, match="nowhere"):
       await client.update_weights(ROOT / "nowhere", 51)
     return await client.info(), await client.generate(
         prompt(15), max_new_tokens=5, stop_ids=[], rid="n.")
   info, turn = talk(server, work)
   assert str(info["weight_version"]) == "50" and turn.version == 50
-  assert_sampled_by(START, prompt(15), turn.ids, turn.logprobs)
+  assert_sampled_by(server.model, prompt(15), turn.ids, turn.logprobs)
 
 
 # ---------------------------------------------------------------------------- the rest
@@ -335,7 +333,7 @@ def test_the_server_is_on_policy_and_tells_what_it_is(server):
             await post("/health", method="GET"), await post("/health_generate", method="GET"))
   found, info, healthy, (health, _), (generated, _) = talk(server, work)
   assert found["reports_version"] and found["logprob_gap"] < 1e-4
-  assert info["model_path"] == str(START) and healthy and health == generated == 200
+  assert info["model_path"] == server.model and healthy and health == generated == 200
 
 
 BAD = [
