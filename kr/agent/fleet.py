@@ -67,8 +67,7 @@ class Fleet:
     self._paused = False
     self._checked: tuple[Any, ...] | None = None  # what `check_on_policy` was called with
     self._any_up = asyncio.Event()
-    self._lock = asyncio.Lock()  # one change of policies at a time
-    self._agreeing = asyncio.Lock()
+    self._lock = asyncio.Lock()  # one look at versions, or change of them, at a time
     self._tasks: set[asyncio.Future[Any]] = set()
     self._begun = False
 
@@ -319,7 +318,7 @@ class Fleet:
     await self._begin()
     while self._version is None:
       await self._wait_up()
-      async with self._agreeing:
+      async with self._lock:
         held = await self._each(_version) if self._version is None else {}
       if len(set(held.values())) > 1:
         raise PolicyError(
@@ -332,9 +331,8 @@ class Fleet:
   async def _wait_up(self) -> None:
     """Returns when a server is in service. Raises PolicyError when that takes too long."""
     try:
-      async with asyncio.timeout(self._wait_s):
-        await self._any_up.wait()
-    except TimeoutError:
+      await asyncio.wait_for(self._any_up.wait(), self._wait_s)
+    except asyncio.TimeoutError:
       raise PolicyError(
           f"no inference server has come back for {self._wait_s:g} s: start one of "
           f"{', '.join(s.url for s in self._servers)}") from None
