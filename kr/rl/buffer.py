@@ -42,6 +42,7 @@ CREATE INDEX IF NOT EXISTS waiting ON trajectories (step_made, task, sample)
   WHERE state = 'finished' AND consumed_step IS NULL;
 CREATE INDEX IF NOT EXISTS paused ON trajectories (step_made, task, sample)
   WHERE state = 'paused';
+CREATE TABLE IF NOT EXISTS decided (step INTEGER PRIMARY KEY);
 """
 _FORMAT = 1  # PRAGMA user_version
 _IN_SQL = 500  # ids in one statement; SQLite allows 32,766
@@ -105,15 +106,21 @@ class ReplayBuffer:
           "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, 'paused', ?, NULL)",
           ((t.id, step, step, t.task.id, t.sample, _encode(t)) for t in trajectories))
 
-  def carry(self, step: int) -> int:
-    """Leaves what is paused to the step after `step`; returns how many rows that were.
+  def decide(self, step: int) -> None:
+    """Fixes what `step` trains: what is paused is left to the step after it.
 
-    Call it when `step` has what it trains: from here on a repeated `step` runs nothing more, and
-    so trains the same.
+    Call it when `step` has enough. From here on a repeated `step` runs nothing, neither what was
+    paused nor what was excluded, and so trains the same.
     """
+    with self._errors(), self._transaction():
+      self._db.execute("INSERT OR IGNORE INTO decided VALUES (?)", (step,))
+      self._db.execute("UPDATE trajectories SET step_written = ? WHERE state = 'paused' AND "
+                       "step_written <= ?", (step + 1, step))
+
+  def decided(self, step: int) -> bool:
+    """Whether it is fixed what `step` trains."""
     with self._errors():
-      return self._db.execute("UPDATE trajectories SET step_written = ? WHERE state = 'paused' AND "
-                              "step_written <= ?", (step + 1, step)).rowcount
+      return bool(self._db.execute("SELECT 1 FROM decided WHERE step = ?", (step,)).fetchone())
 
   def get(self, id: str) -> types.Trajectory | None:
     """The stored trajectory, or None."""

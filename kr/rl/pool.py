@@ -25,6 +25,7 @@ from typing import Any
 from kr import types
 from kr.agent import loop
 from kr.rl.buffer import ReplayBuffer
+from kr.rl.pace import Gate, Pace
 
 
 # A full garbage collection walks through each token of each trajectory. Python would do so whenever
@@ -39,81 +40,6 @@ class RolloutError(Exception):
 
 class Left(Exception):
   """The pool was told to leave; whatever ran has stopped at a turn boundary and is stored."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-  """How many trajectories act at once, how far ahead of learning, and when a step has enough.
-
-  concurrency: trajectories that act at once. max_staleness: how many policies before its own a
-  step's tasks may begin; at 0 nothing acts while the learner learns. budget_s: seconds after which
-  a step trains what is complete (None: no limit). enough: the share of the open groups that is
-  enough to train (1: all). What these two leave unfinished is carried to the next step, where it
-  goes first; a trajectory outlives `max_pauses` steps at most: then its step waits for it, as long
-  as the loop's own limits let it go on.
-  """
-  concurrency: int
-  max_staleness: int = 0
-  budget_s: float | None = None
-  enough: float = 1.0
-  max_pauses: int = 4
-
-  def __post_init__(self):
-    if self.concurrency < 1:
-      raise ValueError(f"concurrency must be positive, not {self.concurrency}")
-    if self.max_staleness < 0:
-      raise ValueError(f"max_staleness must not be negative, not {self.max_staleness}")
-    if not 0 < self.enough <= 1:
-      raise ValueError(f"enough is a share of the groups, above 0 and up to 1, not {self.enough}")
-    if self.budget_s is not None and not self.budget_s >= 0:
-      raise ValueError(f"budget_s must not be negative, not {self.budget_s}")
-    if self.max_pauses < 1:
-      raise ValueError(f"max_pauses must be at least 1, not {self.max_pauses}: for no pauses leave "
-                       "budget_s at 0 and enough at 1")
-
-  @property
-  def partial(self) -> bool:
-    """Whether a step may end with unfinished trajectories."""
-    return self.budget_s is not None or self.enough < 1
-
-  @property
-  def oldest(self) -> int:
-    """How many versions a trained token may be behind the policy that is updated."""
-    return self.max_staleness + (self.max_pauses if self.partial else 0)
-
-
-class Gate:
-  """Where turns begin. While it is shut none does, so the policy never changes within a turn."""
-
-  def __init__(self):
-    self._running = 0
-    self._open, self._idle = asyncio.Event(), asyncio.Event()
-    self._open.set()
-    self._idle.set()
-
-  @contextlib.asynccontextmanager
-  async def turn(self) -> AsyncIterator[None]:
-    """Encloses the sampling of one turn; waits while the gate is shut."""
-    while not self._open.is_set():  # it may have been shut again before this was woken
-      await self._open.wait()
-    self._running += 1
-    self._idle.clear()
-    try:
-      yield
-    finally:
-      self._running -= 1
-      if not self._running:
-        self._idle.set()
-
-  @contextlib.asynccontextmanager
-  async def shut(self) -> AsyncIterator[None]:
-    """Encloses a publication: entered when the turns that run have ended. Tools go on."""
-    self._open.clear()
-    try:
-      await self._idle.wait()
-      yield
-    finally:
-      self._open.set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,10 +196,10 @@ class Pool:
     paused = {t.id: _Job(t.id, t.task, t.sample, t.meta["step_made"], bool(t.turns))
               for t in self._buffer.paused(step)}
     jobs = [job for job in paused.values() if job.id not in ids and not self._knows(job)]
-    rows, begun = self._buffer.rows(ids), []
+    rows, begun, decided = self._buffer.rows(ids), [], self._buffer.decided(step)
     for job in own:
       row = rows.get(job.id)
-      if row is None or row.state == "excluded" and row.step_written <= step:
+      if row is None or row.state == "excluded" and row.step_written <= step and not decided:
         begun.append(types.Trajectory(job.id, job.task, job.sample, stop=types.StopReason.PAUSED))
         jobs.append(job)
       elif job.id in paused:
@@ -316,8 +242,14 @@ class Pool:
     return self._deadline - self._clock()
 
   def _deliver(self, step: int) -> list[types.Trajectory]:
-    self._buffer.carry(step)
     ready = [t for g in self._buffer.finished_unconsumed(step, self._group_size) for t in g]
+    ended, failures, self._ended, self._failures = self._ended, self._failures, 0, []
+    if failures and ended == len(failures) and not ready:
+      raise RolloutError(
+          f"all {ended} trajectories that ran in step {step} ended in infrastructure failures; the "
+          f"last one: {failures[-1]}. See that the inference server is up, read its log, and start "
+          "the same command again: what had finished is kept")
+    self._buffer.decide(step)
     due = [key for key in self._groups if key[0] <= step]
     self._counts["paused"] += sum(len(self._groups[key].pending) for key in due)
     if self.pace.max_staleness:
@@ -327,12 +259,6 @@ class Pool:
     else:  # all of them are in the buffer, and the next step reads them there
       self._groups.clear()
       self._queue.clear()
-    ended, failures, self._ended, self._failures = self._ended, self._failures, 0, []
-    if failures and ended == len(failures) and not ready:
-      raise RolloutError(
-          f"all {ended} trajectories that ran in step {step} ended in infrastructure failures; the "
-          f"last one: {failures[-1]}. See that the inference server is up, read its log, and start "
-          "the same command again: what had finished is kept")
     self._step = step + 1  # what ends from now on
     return ready
 

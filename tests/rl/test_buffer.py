@@ -128,6 +128,29 @@ def test_rewind_gives_back_what_later_steps_trained(store):
   store.consume(["c"], 3)
 
 
+def test_what_begins_is_stored_as_paused_and_what_is_there_already_stays(store):
+  store.put(trajectory("a"), 1)
+  store.begin([trajectory("a", PAUSED, tokens=9), trajectory("b", PAUSED)], 2)
+  assert store.rows("ab") == {"a": buffer.Row("finished", 1, 1, None),
+                              "b": buffer.Row("paused", 2, 2, None)}
+  assert store.put(trajectory("b"), 4, made=9)
+  assert store.rows("b") == {"b": buffer.Row("finished", 2, 4, None)}
+  assert store.put(trajectory("c"), 4, made=3)
+  assert store.rows("c") == {"c": buffer.Row("finished", 3, 4, None)}
+
+
+def test_a_decided_step_leaves_what_is_paused_to_the_next_one(store):
+  store.put(trajectory("a", PAUSED), 1)
+  store.put(trajectory("b", PAUSED, sample=1), 3)
+  store.put(trajectory("c", sample=2), 1)
+  store.decide(1)
+  store.decide(1)
+  assert store.decided(1) and not store.decided(2)
+  assert store.paused(1) == [] and [t.id for t in store.paused(2)] == ["a"]
+  assert store.rows("bc") == {"b": buffer.Row("paused", 3, 3, None),
+                              "c": buffer.Row("finished", 1, 1, None)}
+
+
 def test_counts_and_all_by_step(store):
   store.put(trajectory("a", sample=0), 1)
   store.put(trajectory("b", PAUSED, sample=1), 1)
