@@ -76,7 +76,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       max_turns=20, max_context_tokens=8192, max_turn_tokens=320, max_calls=4)
   c.tools = dict(top_k=4, snippet_words=24, lines=24, max_chars=2000, python_wall_s=10.0)
   # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
-  c.server = dict(kind="kr", slots=64, max_len=8192, start_timeout_s=1800.0, max_restarts=3)
+  c.server = dict(kind="kr", count=1, urls=(), mesh="", slots=64, max_len=8192,
+                  start_timeout_s=1800.0, max_restarts=3)
   # As in configs/quickstart.py.
   c.rollout = dict(
     concurrency=256, max_staleness=0, budget_s=0.0, enough=1.0, max_pauses=4,

@@ -73,7 +73,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       max_turns=50, max_context_tokens=32768, max_turn_tokens=512, max_calls=4)
   c.tools = dict(top_k=5, snippet_words=24, lines=40, max_chars=4000, python_wall_s=10.0)
   # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
-  c.server = dict(kind="kr", slots=64, max_len=32768, start_timeout_s=1800.0, max_restarts=3)
+  c.server = dict(kind="kr", count=1, urls=(), mesh="", slots=64, max_len=32768,
+                  start_timeout_s=1800.0, max_restarts=3)
   # As in configs/quickstart.py.
   c.rollout = dict(
     concurrency=256, max_staleness=0, budget_s=0.0, enough=1.0, max_pauses=4,

@@ -46,7 +46,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   c.tools = dict(top_k=1, snippet_words=4, lines=7, max_chars=600, python_wall_s=5.0)
   # kind: kr, the server in JAX, or sglang (bash launch/sglang.sh --install).
-  c.server = dict(kind="kr", slots=16, max_len=1024, start_timeout_s=300.0, max_restarts=3)
+  c.server = dict(kind="kr", count=1, urls=(), mesh="", slots=16, max_len=1024,
+                  start_timeout_s=300.0, max_restarts=3)
   # As in configs/quickstart.py.
   c.rollout = dict(
     concurrency=16, max_staleness=0, budget_s=0.0, enough=1.0, max_pauses=4,

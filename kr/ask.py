@@ -10,6 +10,7 @@ from typing import TextIO
 
 from absl import flags
 
+from kr import serving
 from kr import wiring
 from kr.agent import loop
 from kr.eval.page import format_call, printable
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> None:
         'python -m kr.ask --workdir=… "What is the population of Ayacucho?"')
   workdir, config = wiring.Workdir.open(_WORKDIR.value)
   policy_dir, name = workdir.policy(_STEP.value)
-  with wiring.session(config, workdir, policy_dir) as session:
+  with serving.session(config, workdir, policy_dir) as session:
     print(f"asking the policy {name} of {workdir.path}", file=sys.stderr)
     session.run(lambda policy: ask(question, policy, session.toolbox, session.chat,
                                    wiring.limits(config), Show()))

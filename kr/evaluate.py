@@ -13,6 +13,7 @@ import sys
 
 from absl import flags
 
+from kr import serving
 from kr import wiring
 from kr.data.grade import grade
 from kr.eval import report
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
     os.replace(path, path.with_suffix(".old.jsonl"))  # of an earlier policy of the same step
 
   # ------------------------------------------------------------------------------- run
-  with wiring.session(config, workdir, policy_dir) as session:
+  with serving.session(config, workdir, policy_dir) as session:
     async def run(policy):
       await policy.check_on_policy()
       return await runner.evaluate(

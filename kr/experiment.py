@@ -78,7 +78,10 @@ def make_mesh(config: ConfigDict) -> Mesh | None:
   """The mesh that config.learner names, or None for one device. Raises ValueError."""
   if not config.learner.mesh:
     return None
-  rl, mesh = config.rl, sharding.make_mesh(config.learner.mesh)
+  rl, text = config.rl, config.learner.mesh
+  # A colocated engine may have the other devices.
+  beside = config.server.get("kind") == "colocated"
+  mesh = sharding.make_mesh(text, sharding.enough(text)[0] if beside else None)
   if rl.micro_rows % (across := sharding.size(mesh, sharding.RULES["rows"])):
     raise ValueError(f"rl.micro_rows={rl.micro_rows} is not a multiple of the {across} parts that "
                      f"the mesh {config.learner.mesh} cuts rows into")
@@ -157,7 +160,8 @@ _FREE = ("rl.steps:", "rl.keep_checkpoints:", "start.rebuild:", "start.dir:", "s
 
 # Keys that came later, and the values by which a run that was begun without them goes on.
 _LATER = {
-    "server.kind": "kr", "rl.row_buckets": 1, "rl.share_prefix": False, "learner.mesh": "",
+    "server.kind": "kr", "server.count": 1, "server.urls": (), "server.mesh": "",
+    "rl.row_buckets": 1, "rl.share_prefix": False, "learner.mesh": "",
     "learner.precision": "float32", "learner.remat": "none", "learner.scan": False,
     "learner.attention": "auto", "learner.head_chunk": 1024, "learner.optimizer": "adamw",
     "learner.schedule": "constant", "learner.lora_rank": 0, "learner.lora_alpha": 32.0,

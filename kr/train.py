@@ -27,6 +27,7 @@ import tqdm
 
 from kr import experiment
 from kr import plan
+from kr import serving
 from kr import stages
 from kr import types
 from kr import wiring
@@ -108,8 +109,9 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer
   # ---------------------------------------------------------------- server, RL, evaluations
   results: dict[str, list[types.Trajectory]] = {}
   with clock("server"):
-    session = stack.enter_context(wiring.session(
-        config, workdir, pathlib.Path(checkpoints.policy_path(restored)), version=restored))
+    session = stack.enter_context(serving.session(
+        config, workdir, pathlib.Path(checkpoints.policy_path(restored)), version=restored,
+        learner=learner))
 
   async def evaluate(name: str, tag: str) -> None:
     with clock(f"evaluate {name}"):
@@ -158,7 +160,7 @@ def run_stages(config: ConfigDict, workdir: wiring.Workdir, buffer: ReplayBuffer
 
 
 async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learner, restored: int,
-                    checkpoints: Checkpoints, session: wiring.Session, buffer: ReplayBuffer,
+                    checkpoints: Checkpoints, session: serving.Session, buffer: ReplayBuffer,
                     writer: metrics_lib.MetricsWriter, clock: stages.Clock) -> None:
   """REINFORCE. Step n updates policy n-1 with what it sampled, or one before it if that is
   allowed, and publishes policy n. Acting goes on meanwhile, if that is."""
@@ -198,6 +200,7 @@ async def reinforce(config: ConfigDict, train: list[types.Task], learner: Learne
       batches = batch_lib.pack_by_length(
           zip(trajectories, advantages, keep), rl.row_tokens, rl.micro_rows, rl.row_buckets,
           rl.share_prefix)
+      await session.sleep()
       update = await asyncio.to_thread(learner.update, batches, step - 1)
       check_gap(step, update.get("logprob_gap", 0.0), rl.max_logprob_gap)
       seconds["update_s"] = watch()
@@ -248,7 +251,7 @@ def preemptible(pool: Pool, grace_s: float) -> Iterator[None]:
     events.remove_signal_handler(signal.SIGTERM)
 
 
-async def settle(checkpoints: Checkpoints, step: int, session: wiring.Session) -> None:
+async def settle(checkpoints: Checkpoints, step: int, session: serving.Session) -> None:
   """Ends the overlap: the checkpoint of `step`, whose policy is served, is whole.
 
   Strictly on-policy, a rollout cannot begin before the policy lies on disk, where the server

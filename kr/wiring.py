@@ -6,9 +6,7 @@ named values to the rooms. `main_guard` turns what is the user's to fix into one
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Mapping
 import errno
 import json
 import os
@@ -18,21 +16,18 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from typing import Any, TypeVar
+from typing import Any
 
 from absl import app
 from absl import flags
-from absl import logging
 import ml_collections
 
 from kr.agent import loop
 from kr.agent.chat import Chat
-from kr.agent.policy import PolicyClient
 from kr.data import fewshot
 from kr.data import tasks as tasks_lib
 from kr.data.world import World
 from kr.eval.page import write_text
-from kr.rl.server import ServerError, ServerProcess
 from kr.tools.base import Toolbox
 from kr.tools.browser import Browser
 from kr.tools.python import Python
@@ -40,8 +35,6 @@ from kr.tools.search import Search
 from kr.types import Task
 
 ConfigDict = ml_collections.ConfigDict
-T = TypeVar("T")
-WATCH_S = 0.5  # between two looks at whether the server lives
 
 
 _SECTIONS = ("world", "agent", "tools", "server", "rollout", "rl", "eval")  # of every config
@@ -195,95 +188,6 @@ def limits(config: ConfigDict) -> loop.Limits:
         max_turn_tokens=agent.max_turn_tokens, max_calls=agent.max_calls)
   except ValueError as e:
     raise UserError(f"agent.{e}") from e
-
-
-class Session:
-  """A run's tools, chat and inference server, made by `session`; `policy` is its client."""
-
-  def __init__(self, toolbox: Toolbox, chat: Chat, server: ServerProcess, max_restarts: int,
-               exports: Any = None):
-    self.toolbox, self.chat, self.server = toolbox, chat, server
-    # On-policy sampling (temperature 1); the retries outlast a restart of the server: half a
-    # minute, and two where it must load policies as Hugging Face directories (SGLang).
-    self.policy = PolicyClient(server.url, retries=8 if exports else 6)
-    self._max_restarts, self._exports = max_restarts, exports
-
-  def run(self, work: Callable[[PolicyClient], Coroutine[Any, Any, T]]) -> T:
-    """What `work(policy)` returns, run in an event loop of its own; call it once.
-
-    A server that dies meanwhile is restarted on the policy that it served, `max_restarts`
-    times; after that the work is cancelled and ServerError raised.
-    """
-    return asyncio.run(self._run(work))
-
-  async def publish(self, policy_dir: str | os.PathLike, version: int) -> None:
-    """Makes the server serve a new policy, also after a restart. Raises PolicyError."""
-    served = str(policy_dir)
-    if self._exports:
-      served = await asyncio.to_thread(self._exports.add, policy_dir, version)
-    self.server.model, self.server.version = served, version  # if it dies from here on
-    await self.policy.update_weights(served, version)
-    if self._exports:
-      self._exports.keep(version)
-
-  def moved(self, policy_dir: str | os.PathLike) -> None:
-    """The policy that is served lies here now: this is where a restarted server reads it."""
-    if not self._exports:  # an export stays where it is
-      self.server.model = str(policy_dir)
-
-  async def _run(self, work: Callable[[PolicyClient], Coroutine[Any, Any, T]]) -> T:
-    worker, watch = asyncio.ensure_future(work(self.policy)), asyncio.ensure_future(self._watch())
-    try:
-      await asyncio.wait({worker, watch}, return_when=asyncio.FIRST_COMPLETED)
-      if not worker.done():
-        watch.result()  # raises
-      return worker.result()
-    finally:
-      worker.cancel()
-      watch.cancel()
-      await asyncio.gather(worker, watch, return_exceptions=True)
-      await self.policy.aclose()
-      await self.toolbox.aclose()
-
-  async def _watch(self) -> None:
-    while True:
-      await asyncio.sleep(WATCH_S)
-      if self.server.alive():
-        continue
-      if self.server.restarts >= self._max_restarts:
-        raise ServerError(f"the inference server died {self.server.restarts + 1} times; its log "
-                          "says why. The same command goes on from what is saved")
-      logging.warning("the inference server died; restarting it")
-      try:
-        await asyncio.to_thread(self.server.restart)
-      except ServerError as e:  # it died again before it was ready: that is one restart gone
-        logging.warning("%s", e)
-
-
-@contextlib.contextmanager
-def session(config: ConfigDict, workdir: Workdir, policy_dir: pathlib.Path,
-            version: int = 0) -> Iterator[Session]:
-  """Starts the inference server on a policy, and stops it at the end, however that comes.
-
-  Whatever is the user's to fix in the tools and the chat is found before the server starts.
-  version: what the server reports for this policy.
-  """
-  limits(config)  # refuses what cannot work before anything starts
-  toolbox = build_toolbox(config, workdir)
-  chat = build_chat(config, workdir, toolbox)
-  kind = config.server.get("kind", "kr")  # runs of older configs have no such key
-  with contextlib.ExitStack() as stack:
-    exports, served = None, policy_dir
-    if kind == "sglang":
-      from kr.model.exports import Exports  # jax comes along: not for who only asks kr.serve
-      exports = stack.enter_context(
-          contextlib.closing(Exports(workdir.path / "exports", workdir.start)))
-      served = exports.add(policy_dir, version)
-    server = stack.enter_context(ServerProcess(
-        served, kind=kind, slots=config.server.slots, max_len=config.server.max_len,
-        seed=config.seed, version=version, log=workdir.server_log,
-        start_timeout_s=config.server.start_timeout_s))
-    yield Session(toolbox, chat, server, config.server.max_restarts, exports)
 
 
 # ------------------------------------------------------------------------------------ files

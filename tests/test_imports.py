@@ -17,7 +17,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BINARIES = {"train", "evaluate", "synthesize", "serve", "ask", "view", "convert"}
-SHARED = {"wiring", "stages", "experiment", "plan"}  # of the binaries
+SHARED = {"wiring", "serving", "stages", "experiment", "plan"}  # of the binaries
 # Room -> the rooms that it may import, besides itself and kr.types.
 ROOMS = {
     "types": set(),

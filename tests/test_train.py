@@ -28,7 +28,7 @@ MICRO = [
 # Runs kr.train and kills it with SIGKILL at the named place, the first time a step gets there.
 KILLED = """
 import os, signal, sys, threading
-from kr import train, wiring
+from kr import serving, train, wiring
 from kr.model.checkpoint import Checkpoints
 from kr.rl.buffer import ReplayBuffer
 from kr.rl.learner import Learner
@@ -69,7 +69,7 @@ elif where == "checkpoint":
 elif where == "whole checkpoint":
   Checkpoints.wait = wait
 elif where == "publish":
-  wiring.Session.publish = publish
+  serving.Session.publish = publish
 wiring.main_guard(train.main)
 """
 

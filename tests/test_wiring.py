@@ -1,7 +1,5 @@
 """What the binaries share: workdirs, atomic files, config differences, clear errors."""
 
-import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -13,9 +11,9 @@ import sys
 import ml_collections
 import pytest
 
+from kr import serving
 from kr import wiring
 from kr.model.checkpoint import Checkpoints
-from kr.rl.server import ServerError
 from kr.types import Task
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -102,7 +100,7 @@ def test_lengths_that_clash_are_refused_before_anything_starts(tmp_path, change,
     assert wiring.limits(config).max_context_tokens == 100
     return
   with pytest.raises(wiring.UserError, match=text):
-    with wiring.session(config, wiring.Workdir(tmp_path), tmp_path):
+    with serving.session(config, wiring.Workdir(tmp_path), tmp_path):
       pass
 
 
@@ -149,118 +147,6 @@ def test_the_users_errors_are_explained_and_bugs_are_not():
   assert wiring.explain(EvaluationStopped("go on")) == "go on"
   for bug in (ValueError("shape"), KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "/x")):
     assert wiring.explain(bug) is None
-
-
-class Server:
-  """Stands in for ServerProcess: dies when told to."""
-  url = "http://127.0.0.1:9"
-
-  def __init__(self):
-    self.up, self.restarts, self.model, self.version = True, 0, "old", 0
-
-  def alive(self):
-    return self.up
-
-  def restart(self):
-    self.restarts += 1
-    self.up = True
-
-
-class NoTools:
-  """A toolbox that notes that it was closed."""
-  closed = False
-
-  async def aclose(self):
-    self.closed = True
-
-
-def session_of(server, max_restarts, monkeypatch):
-  monkeypatch.setattr(wiring, "WATCH_S", 0.001)
-  return wiring.Session(NoTools(), None, server, max_restarts)
-
-
-def test_a_server_that_dies_is_restarted_and_the_work_goes_on(monkeypatch):
-  server = Server()
-  session = session_of(server, 1, monkeypatch)
-
-  async def work(policy):
-    assert policy is session.policy
-    server.up = False
-    while not server.restarts:
-      await asyncio.sleep(0.001)
-    return "done"
-  assert session.run(work) == "done"
-  assert server.up and session.toolbox.closed
-
-
-def test_a_server_that_keeps_dying_stops_the_work_with_what_to_do(monkeypatch):
-  server, stopped = Server(), []
-  session = session_of(server, 2, monkeypatch)
-
-  async def work(policy):
-    try:
-      while True:
-        server.up = False
-        await asyncio.sleep(0.001)
-    finally:
-      stopped.append(True)
-  with pytest.raises(ServerError, match="died 3 times.*same command goes on"):
-    session.run(work)
-  assert server.restarts == 2 and stopped == [True] and session.toolbox.closed
-
-
-def test_an_error_of_the_work_passes_and_everything_is_closed(monkeypatch):
-  session = session_of(Server(), 1, monkeypatch)
-
-  async def work(policy):
-    raise KeyError("a bug")
-  with pytest.raises(KeyError):
-    session.run(work)
-  assert session.toolbox.closed
-
-
-def test_a_published_policy_is_what_a_restart_would_serve(monkeypatch):
-  server, sent = Server(), []
-  session = session_of(server, 1, monkeypatch)
-
-  async def update_weights(path, version):
-    sent.append((path, version, server.model, server.version))
-  monkeypatch.setattr(session.policy, "update_weights", update_weights)
-  asyncio.run(session.publish(pathlib.Path("/w/checkpoints/8"), 8))
-  assert sent == [("/w/checkpoints/8", 8, "/w/checkpoints/8", 8)]
-
-
-class NoExports:
-  """Notes what was exported and kept."""
-
-  def __init__(self):
-    self.calls = []
-
-  def add(self, policy, version):
-    self.calls.append(("add", str(policy), version))
-    return f"/exports/{version}"
-
-  def keep(self, version):
-    self.calls.append(("keep", version))
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_server_of_hugging_face_directories_gets_an_export_which_stays_while_it_is_served(
-    works, monkeypatch):
-  server, exports = Server(), NoExports()
-  session = wiring.Session(NoTools(), None, server, 1, exports)
-
-  async def update_weights(path, version):
-    exports.calls.append(("update", path, version, server.model, server.version))
-    if not works:
-      raise ServerError("no")
-  monkeypatch.setattr(session.policy, "update_weights", update_weights)
-  with contextlib.nullcontext() if works else pytest.raises(ServerError):
-    asyncio.run(session.publish(pathlib.Path("/w/8.policy"), 8))
-  session.moved("/w/8")
-  assert server.model == "/exports/8"
-  assert exports.calls == [("add", "/w/8.policy", 8), ("update", "/exports/8", 8, "/exports/8", 8),
-                           ("keep", 8)][:2 + works]
 
 
 # Name: the body of a binary's main, its flags, and the exit status and text that are promised.

@@ -73,7 +73,7 @@ class Engine:
   def __init__(self, params: Any, cfg: ModelConfig, *, slots: int = 64, max_len: int = 1024,
                seed: int = 0, version: str = "0", steps: int = 8, mesh: Mesh | None = None,
                on_death: Callable[[], None] = lambda: None):
-    self.cfg, self.max_len, self.version = cfg, max_len, version
+    self.cfg, self.max_len, self.version, self.mesh = cfg, max_len, version, mesh
     self.paused = False
     self.counts = {"requests": 0, "output_tokens": 0, "prefill_tokens": 0, "cached_tokens": 0}
     self._device = Device(params, cfg, slots, max_len, steps, mesh)

@@ -88,6 +88,21 @@ def make_mesh(text: str, devices: list[jax.Device] | None = None) -> Mesh:
                        devices=devices)
 
 
+def enough(text: str) -> tuple[list[jax.Device], list[jax.Device]]:
+  """(the first, the last) devices of this process that a mesh of these sizes takes: all of them
+  where an axis is -1, or where there are too few."""
+  count = math.prod(parse(text).values())
+  all_of_them = jax.local_devices()
+  if not 0 < count <= len(all_of_them):
+    return all_of_them, all_of_them
+  return all_of_them[:count], all_of_them[-count:]
+
+
+def devices(mesh: Mesh | None) -> set[jax.Device]:
+  """The devices of a mesh; without one, the default device."""
+  return set(mesh.devices.flat) if mesh else {jax.local_devices()[0]}
+
+
 def current() -> jax.sharding.AbstractMesh | None:
   """The mesh of `jax.set_mesh`, or None if there is none."""
   mesh = jax.sharding.get_abstract_mesh()

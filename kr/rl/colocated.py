@@ -18,7 +18,20 @@ from typing import Any
 
 from kr.agent import policy
 from kr.model import request as protocol
+from kr.model import sharding
 from kr.model.engine import Engine, EngineError
+
+
+def beside(learner: Any, mesh: str, *, slots: int, max_len: int, seed: int, version: int
+           ) -> "ColocatedClient":
+  """The client of an engine that samples the learner's policy.
+
+  mesh: such as "tensor=4", over the last devices of this process; "": one device. The others are
+  as `kr.model.engine.Engine` takes them. Raises ValueError for a mesh that cannot be.
+  """
+  return ColocatedClient(Engine(
+      learner.policy, learner.cfg, slots=slots, max_len=max_len, seed=seed, version=str(version),
+      mesh=sharding.make_mesh(mesh, sharding.enough(mesh)[1]) if mesh else None))
 
 
 class ColocatedClient(policy.PolicyClient):
@@ -31,6 +44,10 @@ class ColocatedClient(policy.PolicyClient):
   def __init__(self, engine: Engine, sampling: Mapping[str, Any] | None = None):
     super().__init__("the colocated engine", sampling, retries=0)
     self._engine = engine
+
+  def shares(self, learner: Any) -> bool:
+    """Whether the engine lies on devices that the learner computes on too."""
+    return bool(sharding.devices(self._engine.mesh) & sharding.devices(learner.mesh))
 
   async def update_weights(self, params: Any, version: int) -> None:
     """Publishes the learner's policy, a tree of arrays wherever they lie, as `version`.
