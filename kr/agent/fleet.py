@@ -38,7 +38,7 @@ class _Server:
 
   def __init__(self, client: PolicyClient):
     self.client = client
-    self.url = client._url
+    self.url = client.url
     self.up = True
     self.lost: asyncio.Future[None] | None = None
     self.requests = self.tokens = self.misses = 0
@@ -200,7 +200,7 @@ class Fleet:
       try:
         return await client.check_on_policy(probe, tolerance)
       except OffPolicyError as e:
-        raise OffPolicyError(f"{client._url}: {e}") from e
+        raise OffPolicyError(f"{client.url}: {e}") from e
 
     found = (await self._each(check)).values()
     return {"logprob_gap": max((f["logprob_gap"] for f in found), default=0.0),
@@ -403,7 +403,7 @@ async def _version(client: PolicyClient) -> int:
   try:
     return 0 if version in (None, "default") else int(version)
   except ValueError:
-    raise PolicyError(f"{client._url} reports weight version {version!r}; kr numbers versions: "
+    raise PolicyError(f"{client.url} reports weight version {version!r}; kr numbers versions: "
                       "start the server with --weight-version=0") from None
 
 

@@ -89,6 +89,11 @@ class PolicyClient:
     self._paused = False
     self._version = 0  # For servers that do not report the version: the last one published.
 
+  @property
+  def url(self) -> str:
+    """The server's address."""
+    return self._url
+
   # Sampling and scoring.
 
   async def generate(self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int],

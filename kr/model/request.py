@@ -65,10 +65,13 @@ _TEXTUAL = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_tri
 _SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "sampling_seed",
              "stop_token_ids", "ignore_eos")
 _BODY = ("input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream",
-         "session_id", "priority", "routing_key")
+         "session_id", "priority", "routing_key",
+         "model", "log_metrics", "no_logs")  # what sglang-router adds
 _BODY_NEUTRAL = {
     "top_logprobs_num": (0, None), "token_ids_logprob": (None, []),
-    "return_hidden_states": (False, None), "return_text_in_logprobs": (False, True, None)}
+    "return_hidden_states": (False, None), "return_bytes": (False, None),
+    "return_entropy": (False, None), "background": (False, None),
+    "return_text_in_logprobs": (False, True, None)}
 
 
 def check_types(body: dict[str, Any], required: dict[str, Any], optional: dict[str, Any]) -> None:

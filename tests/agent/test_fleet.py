@@ -27,7 +27,7 @@ class Scripted:
   """A client whose server does as the test says; `log` has (method, argument) in order."""
 
   def __init__(self, number, log):
-    self._url = f"http://server{number}"
+    self.url = f"http://server{number}"
     self.log = log
     self.alive = True
     self.version, self.paused = 0, False
@@ -38,16 +38,16 @@ class Scripted:
     self.off_policy = False
 
   def note(self, what, argument=None):
-    self.log.append((self._url[-1], what, argument))
+    self.log.append((self.url[-1], what, argument))
     if not self.alive:
-      raise PolicyError(f"policy server {self._url} failed 1 times")
+      raise PolicyError(f"policy server {self.url} failed 1 times")
 
   async def generate(self, ids, *, max_new_tokens, stop_ids, rid, temperature=None):
     self.note("generate", (rid, tuple(ids)))
     try:
       await self.open.wait()
     except asyncio.CancelledError:
-      self.log.append((self._url[-1], "cancelled", rid))
+      self.log.append((self.url[-1], "cancelled", rid))
       raise
     if self.fails is not None:
       raise self.fails
@@ -67,7 +67,7 @@ class Scripted:
     self.note("check", probe)
     if self.off_policy:
       raise OffPolicyError("top_p=0.9")
-    return {"logprob_gap": 0.001 * int(self._url[-1]), "reports_version": True}
+    return {"logprob_gap": 0.001 * int(self.url[-1]), "reports_version": True}
 
   async def update_weights(self, path, version):
     self.note("update", (str(path), version))
@@ -93,7 +93,7 @@ class Scripted:
     return self.alive
 
   async def aclose(self):
-    self.log.append((self._url[-1], "aclose", None))
+    self.log.append((self.url[-1], "aclose", None))
 
 
 def fleet(test, count=2, **options):
