@@ -236,6 +236,27 @@ def test_sigterm_leaves_within_its_grace_with_all_stored_and_the_same_command_go
              for state, made, consumed in rows(workdir).values())
 
 
+def test_a_run_that_acts_ahead_and_ends_steps_early_trains_each_once_and_mixes_no_turn(tmp_path):
+  workdir = tmp_path / "run"
+  done = train(workdir, *MICRO, "--config.rl.steps=5", "--config.rollout.max_staleness=1",
+               "--config.rollout.enough=0.5", "--config.rollout.max_pauses=2",
+               "--config.rollout.concurrency=4", "--config.rl.off_policy=tis")
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert [row["step"] for row in metrics(workdir)] == [1, 2, 3, 4, 5]
+  assert 0 < max(row["staleness_max"] for row in metrics(workdir)) <= 3
+  assert sum(row["mixed_versions"] for row in metrics(workdir)) == 0
+  stored = rows(workdir)
+  consumed = [(made, step) for _, made, step in stored.values() if step is not None]
+  assert len(stored) == 30 and sum(row["trajectories"] for row in metrics(workdir)) == len(consumed)
+  assert all(made <= step <= made + 2 for made, step in consumed)
+  with ReplayBuffer(workdir / "buffer.db") as buffer:
+    trajectories = [t for step in range(1, 6) for t in buffer.all(step)]
+  turns = [(t, turn) for t in trajectories for turn in t.turns]
+  assert len({turn.version for _, turn in turns}) > 2
+  assert all(set(t.segments[turn.segment].versions[turn.start:turn.stop]) == {turn.version}
+             for t, turn in turns)
+
+
 def test_starting_policy_can_be_made_again(tmp_path):
   workdir = tmp_path / "run"
   made = train(workdir, *MICRO, "--config.rl.steps=0", "--config.start.rebuild=True",
