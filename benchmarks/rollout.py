@@ -190,11 +190,10 @@ class Served(PolicyClient):
     await self.update_weights(self._model, version)
 
 
-async def train(server: Any, workload: Workload, pace: Pace, path: str, *, tool_s: float,
-                update_s: float, drain: bool = True) -> float:
+async def train(server: Any, workload: Workload, pace: Pace, path: str, *, steps: int,
+                tool_s: float, update_s: float, drain: bool = True) -> float:
   """Trajectories trained per second of the event loop's clock; update_s: seconds for each."""
   clock = asyncio.get_running_loop().time
-  steps = 2 if _QUICK.value else _STEPS.value
 
   def tasks_of(step: int) -> list[types.Task]:
     return [types.Task(f"{step}.{i}", "?", "!", "k") for i in range(GROUPS if step <= steps else 0)]
@@ -217,23 +216,29 @@ async def train(server: Any, workload: Workload, pace: Pace, path: str, *, tool_
   return rate
 
 
+def steps_of_a_measurement() -> int:
+  return 2 if _QUICK.value else _STEPS.value
+
+
 def simulated(pace: Pace, seed: int, path: str, drain: bool = True) -> tuple[float, float]:
   """(trajectories per second, share of the sampling that was wasted)."""
   workload = Workload(seed, 1)
   server = Simulated(workload)
   with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-    rate = runner.run(train(server, workload, pace, path, tool_s=2.0, update_s=1.0, drain=drain))
+    rate = runner.run(train(server, workload, pace, path, steps=steps_of_a_measurement(),
+                            tool_s=2.0, update_s=1.0, drain=drain))
   return rate, server.wasted_s / server.sampled_s
 
 
-def real(pace: Pace, seed: int, path: str, url: str, model: str) -> tuple[float, float]:
+def real(pace: Pace, seed: int, path: str, url: str, model: str, steps: int
+         ) -> tuple[float, float]:
   workload = Workload(seed, 3)
 
   async def run() -> float:
     client = Served(url, workload, model)
     try:
       await client.update_weights(model, 0)
-      return await train(client, workload, pace, path, tool_s=0.3, update_s=0.05)
+      return await train(client, workload, pace, path, steps=steps, tool_s=0.3, update_s=0.05)
     finally:
       await client.aclose()
   return asyncio.run(run()), 0.0
@@ -271,7 +276,7 @@ def main(argv: list[str]) -> None:
   del argv
   logging.set_verbosity(logging.ERROR)
   conditions = {"groups": GROUPS, "group_size": GROUP_SIZE, "places": PLACES,
-                "steps": 2 if _QUICK.value else _STEPS.value,
+                "steps": steps_of_a_measurement(),
                 "repeats": 1 if _QUICK.value else _REPEATS.value,
                 "enough": _ENOUGH.value, "max_pauses": 4, "max_staleness": "0, and 1 where async",
                 "threads": len(os.sched_getaffinity(0)), "precision": "float32",
@@ -289,9 +294,10 @@ def main(argv: list[str]) -> None:
     with ServerProcess(model, slots=PLACES, max_len=768, warm_up=True,
                        log=os.path.join(folder, "log")) as server:
       start = time.monotonic()
-      real(Pace(PLACES), 99, os.path.join(folder, "warm.db"), server.url, model)
+      real(Pace(PLACES), 99, os.path.join(folder, "warm.db"), server.url, model, steps=1)
       print(f"warm-up {time.monotonic() - start:.0f} s", file=sys.stderr)
-      report(measure({name: lambda seed, path, pace=pace: real(pace, seed, path, server.url, model)
+      report(measure({name: lambda seed, path, pace=pace: real(
+          pace, seed, path, server.url, model, steps_of_a_measurement())
                       for name, pace in modes().items()}),
              {**conditions, "server": "kr.serve, quick start's policy", "turns_mean": 8})
 
