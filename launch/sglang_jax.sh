@@ -76,11 +76,11 @@ if [[ -n "$exit_with_stdin" ]]; then
   { cat >/dev/null || true; kill -KILL 0; } <&0 &
 fi
 command=("$python" launch/sglang_jax/server.py --model-path "$model" --host 127.0.0.1
-  --port "$port" --skip-server-warmup --weight-version 0)
+  --port "$port" --skip-server-warmup --disable-overlap-schedule --weight-version 0)
 export HF_HUB_OFFLINE=1  # weights come from directories alone
 if [[ "$device" == cpu ]]; then
   export JAX_PLATFORMS=cpu
-  command+=(--device cpu --dtype float32 --disable-overlap-schedule --disable-precompile
+  command+=(--device cpu --dtype float32 --disable-precompile
     --max-total-tokens 65536 --max-running-requests 64)
 fi
 exec "${command[@]}" ${flags[@]+"${flags[@]}"} </dev/null

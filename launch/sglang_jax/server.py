@@ -83,8 +83,8 @@ class Weights:
   def attach(self, scheduler: Any, tokenizer_manager: Any) -> None:
     self._scheduler, self._manager = scheduler, tokenizer_manager
     handlers = scheduler._request_dispatcher._mapping
-    handlers.insert(0, (io_struct.TokenizedGenerateReqInput, self._begin))
-    handlers.append((Update, self._apply))
+    handlers[:0] = [(io_struct.TokenizedGenerateReqInput, self._begin),
+                    (io_struct.PauseGenerationReqInput, self._pause), (Update, self._apply)]
 
   async def update(self, path: str, version: str | None, flush: bool) -> tuple[bool, str]:
     """(success, message). Pauses the engine meanwhile, unless it is paused: requests go on after.
@@ -117,6 +117,21 @@ class Weights:
   def _begin(self, request: Any) -> Any:
     self.versions.begin(request.rid)
     return self._scheduler.handle_generate_request(request)
+
+  def _pause(self, request: Any) -> Any:
+    """Lets requests that were just prefilled join the running ones: a pause loses them otherwise.
+
+    With overlapped scheduling they would have no result yet, so the launcher switches that off.
+    """
+    scheduler, last = self._scheduler, self._scheduler.last_batch
+    if request.mode == "retract" and last is not None and last.forward_mode.is_extend():
+      last.filter_batch(chunked_req_to_exclude=scheduler._prepare_chunked_reqs_to_exclude())
+      if scheduler.running_batch.is_empty():
+        scheduler.running_batch = last
+      elif not last.is_empty():
+        scheduler.running_batch.merge_batch(last)
+      scheduler.last_batch = None
+    return scheduler.pause_generation(request)
 
   def _apply(self, update: Update) -> None:
     future = self._waiting.pop(update.number)
@@ -198,6 +213,9 @@ def add_routes(app: Any, weights: Weights) -> None:
                    status_code=200 if success else 400)
 
   async def generate(obj: io_struct.GenerateReqInput, request: http_server.Request):
+    if obj.stream:
+      return respond({"error": {"message": "stream is not offered: its pieces have no versions"}},
+                     status_code=400)
     answer = await theirs["/generate"](obj, request)
     for one in answer if isinstance(answer, list) else [answer]:
       if isinstance(one, dict) and "meta_info" in one:
@@ -205,7 +223,10 @@ def add_routes(app: Any, weights: Weights) -> None:
     return answer
 
   async def model_info():
-    return {**await theirs["/get_model_info"](), "weight_version": weights.versions.current}
+    # Prompt and output together must stay below its context, where SGLang's may reach it.
+    context = (await theirs["/get_server_info"]()).get("context_length")
+    return {**await theirs["/get_model_info"](), "weight_version": weights.versions.current,
+            **({"context_length": context - 1} if context else {})}
 
   ours = {"/update_weights_from_disk": (update_weights, ["POST"]),
           "/generate": (generate, ["POST"]), "/get_model_info": (model_info, ["GET"]),
