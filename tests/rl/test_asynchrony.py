@@ -1,6 +1,7 @@
 """Acting runs ahead of learning, ends early, and neither mixes nor loses a turn."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -252,6 +253,15 @@ def test_leaving_the_last_step_keeps_what_it_did_not_wait_for(store, script):
   assert trained == [[("1a", 0), ("1a", 1)]]
   assert store.counts()["paused"] + store.counts()["finished"] >= 8
   assert {t.task.id for t in store.paused(2)} >= {"1b"}
+
+
+def test_a_pool_makes_full_garbage_collections_rare_and_leaves_the_collector_as_it_was(
+    store, script):
+  before, within = gc.get_threshold(), []
+  script.before_turn = lambda task, turn: within.append(gc.get_threshold())
+  run(store, script, numbered, 1)
+  assert gc.get_threshold() == before
+  assert {t[:2] for t in within} == {before[:2]} and all(t[2] > before[2] for t in within)
 
 
 @pytest.mark.parametrize("pace, said", [
