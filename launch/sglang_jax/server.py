@@ -87,7 +87,7 @@ class Weights:
                     (io_struct.PauseGenerationReqInput, self._pause), (Update, self._apply)]
 
   async def update(self, path: str, version: str | None, flush: bool) -> tuple[bool, str]:
-    """(success, message). Pauses the engine meanwhile, unless it is paused: requests go on after.
+    """(success, message). Unless the engine is paused, running requests finish first.
 
     The messages to the scheduler are read in order, so a pause that was sent before is in force
     when the update comes.
@@ -97,7 +97,7 @@ class Weights:
     async with self._updating:
       paused = self._manager.is_pause
       if not paused:
-        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+        await self._drain()
       number, future = next(self._numbers), concurrent.futures.Future()
       self._waiting[number] = future
       try:
@@ -111,6 +111,13 @@ class Weights:
           await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
       self._manager.model_path = path
       return not message, message or "Succeeded to update model weights."
+
+  async def _drain(self) -> None:
+    """Has new requests wait, and waits for those that run."""
+    async with self._manager.is_pause_cond:
+      self._manager.is_pause = True
+    while self._manager.rid_to_state:
+      await asyncio.sleep(0.02)
 
   # In the scheduler's thread.
 
@@ -216,7 +223,10 @@ def add_routes(app: Any, weights: Weights) -> None:
     if obj.stream:
       return respond({"error": {"message": "stream is not offered: its pieces have no versions"}},
                      status_code=400)
-    answer = await theirs["/generate"](obj, request)
+    try:
+      answer = await theirs["/generate"](obj, request)
+    except TypeError as e:  # a sampling setting that it does not know
+      return respond({"error": {"message": str(e)}}, status_code=400)
     for one in answer if isinstance(answer, list) else [answer]:
       if isinstance(one, dict) and "meta_info" in one:
         complete(one, weights.versions)
