@@ -14,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/venv.sh
 
 version=0.5.23
+router=0.3.2  # sglang-router: one address before several servers
 cpu=launch/sglang/cpu
 python=.venv-sglang/bin/python
 stamp=.venv-sglang/kr-sglang.stamp
@@ -58,7 +59,7 @@ find_python_3_11() {
     "pyenv's versions."
 }
 
-wanted() { echo "$version $device $(cksum < "$cpu/requirements.txt") $PWD"; }
+wanted() { echo "$version $router $device $(cksum < "$cpu/requirements.txt") $PWD"; }
 
 installed() { [[ -f "$stamp" && "$(cat "$stamp")" == "$(wanted)" && -x "$python" ]]; }
 
@@ -78,9 +79,9 @@ install() {
   "$PYTHON" -m venv .venv-sglang || die "could not make .venv-sglang with $PYTHON (see above)."
   if [[ "$device" == cpu ]]; then
     pip_install -r "$cpu/requirements.txt"
-    pip_install --no-deps "sglang==$version" torchvision==0.28.0
+    pip_install --no-deps "sglang==$version" torchvision==0.28.0 "sglang-router==$router"
   else
-    pip_install "sglang==$version"
+    pip_install "sglang==$version" "sglang-router==$router"
   fi
   wanted > "$stamp"
 }

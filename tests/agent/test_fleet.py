@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -555,7 +556,9 @@ def sglang_router(servers, log):
        f"--prometheus-port={free_port()}", "--policy=cache_aware", "--cache-threshold=0.8",
        "--balance-abs-threshold=4", "--health-check-interval-secs=1",
        "--health-failure-threshold=2", "--health-success-threshold=1",
-       "--worker-urls", *(s.url for s in servers)], stdout=out, stderr=out)
+       "--worker-urls", *(s.url for s in servers)], stdout=out, stderr=out,
+      # SGLang's environment on a CPU imports with what stands in for CUDA's libraries.
+      env={**os.environ, "PYTHONPATH": str(ROOT / "launch" / "sglang" / "cpu")})
   try:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
