@@ -26,6 +26,8 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 
+import versions
+
 # Found in the environment that this runs in, which is not that of kr.
 _ENGINE = "sgl_jax.srt"
 http_server = importlib.import_module(f"{_ENGINE}.entrypoints.http_server")
@@ -43,39 +45,11 @@ class Update:
   flush: bool
 
 
-class Versions:
-  """Which version of the weights sampled which tokens.
-
-  A request's spans open when the scheduler gets it, and at each update while it lives: as
-  (version, number of tokens that it had by then).
-  """
-
-  def __init__(self, version: str):
-    self.current = version
-    self._opened: dict[str, list[tuple[str, int]]] = {}
-
-  def begin(self, rid: str) -> None:
-    self._opened[rid] = [(self.current, 0)]
-
-  def change(self, version: str, living: dict[str, int]) -> None:
-    """living: the tokens so far of each request that the scheduler has."""
-    self.current = version
-    for rid, count in living.items():
-      self._opened.setdefault(rid, []).append((version, count))
-
-  def spans(self, rid: str, tokens: int) -> list[dict[str, Any]]:
-    """SGLang's `weight_versions` of a request that ended with so many tokens; forgets it."""
-    opened = self._opened.pop(rid, [(self.current, 0)])
-    ends = [start for _, start in opened[1:]] + [tokens]
-    return [{"version": version, "start": start, "end": min(end, tokens)}
-            for (version, start), end in zip(opened, ends) if start < min(end, tokens)]
-
-
 class Weights:
   """Weight updates of one engine. Its scheduler and tokenizer manager come with `attach`."""
 
   def __init__(self, version: str):
-    self.versions = Versions(version)
+    self.versions = versions.Versions(version)
     self._numbers = itertools.count()
     self._waiting: dict[int, concurrent.futures.Future] = {}
     self._updating = asyncio.Lock()
@@ -186,22 +160,6 @@ class Weights:
     return "" if success else f"Weights were updated, but the cache was not flushed: {message}"
 
 
-def complete(answer: dict[str, Any], versions: Versions) -> None:
-  """Adds its versions to an answer, and takes out of it what SGLang-JAX says twice.
-
-  Every 50 tokens it sends on what a request has so far, and joins these pieces as if each were
-  new: the last `completion_tokens` entries are the request's.
-  """
-  meta = answer["meta_info"]
-  count = int(meta.get("completion_tokens") or 0)
-  spans = versions.spans(meta["id"], count)
-  meta["weight_versions"] = spans
-  meta["weight_version"] = spans[-1]["version"] if spans else versions.current
-  if entries := meta.get("output_token_logprobs"):
-    meta["output_token_logprobs"] = entries[len(entries) - count:]
-    answer["output_ids"] = [entry[1] for entry in meta["output_token_logprobs"]]
-
-
 def add_routes(app: Any, weights: Weights) -> None:
   """Puts the routes over SGLang-JAX's of the same path."""
   respond = http_server.ORJSONResponse
@@ -229,7 +187,7 @@ def add_routes(app: Any, weights: Weights) -> None:
       return respond({"error": {"message": str(e)}}, status_code=400)
     for one in answer if isinstance(answer, list) else [answer]:
       if isinstance(one, dict) and "meta_info" in one:
-        complete(one, weights.versions)
+        versions.complete(one, weights.versions)
     return answer
 
   async def model_info():
