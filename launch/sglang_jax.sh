@@ -7,7 +7,7 @@
 # DIR is a Hugging Face directory; of a run, kr.convert makes one. PLACE is what pip installs
 # SGLang-JAX from: by default the commit of its repository that launch/sglang_jax/server.py was
 # written against, or the directory `python` of a clone. Needs Python 3.12. Where there is no TPU it
-# runs on the CPU, for tests: with models whose head_dim is 128, and slowly.
+# runs on the CPU, for tests: with models whose head_dim is 128, and slowly. On a TPU: not yet run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/venv.sh
