@@ -55,9 +55,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     max_calls=2,
   )
   c.tools = dict(top_k=2, snippet_words=8, lines=7, max_chars=600, python_wall_s=5.0)
-  # kind: kr, the server in JAX; sglang (bash launch/sglang.sh --install); or colocated, kr's engine
-  # in the trainer, on devices of its own (mesh) or in turn with the learner. count: servers to
-  # start; or urls of servers that run.
+  # kind: kr, the server in JAX; sglang, or sglang_jax for TPU (launch/sglang.sh, sglang_jax.sh); or
+  # colocated, kr's engine in the trainer, on devices of its own (mesh) or in turn with the learner.
+  # count: servers to start; or urls of servers that run.
   c.server = dict(kind="kr", count=1, urls=(), mesh="", slots=64, max_len=768,
                   start_timeout_s=120.0, max_restarts=3)
   # Acting may run ahead by max_staleness policies; 0: strictly on-policy. A step ends early after

@@ -27,8 +27,9 @@ from kr.model.lora import Lora
 from kr.rl import advantage
 from kr.rl import batch as batch_lib
 from kr.rl import loss as loss_lib
-from kr.rl import reward
 from kr.rl import pool
+from kr.rl import reward
+from kr.rl import server
 from kr.rl.learner import Learner
 from kr.rl.optim import make_optimizer
 
@@ -183,6 +184,8 @@ def check_config(config: ConfigDict) -> None:
     section, name = key.split(".")
     if config[section][name] < 1:
       raise wiring.UserError(f"{key}={config[section][name]} must be at least 1")
+  if config.server.kind not in (kinds := (*server.KINDS, "colocated")):
+    raise wiring.UserError(f"server.kind={config.server.kind!r} is none of {', '.join(kinds)}")
   with stages.users_error("config.rl"):
     if rl.off_policy not in loss_lib.KINDS:
       raise ValueError(f"off_policy={rl.off_policy!r} is none of {', '.join(loss_lib.KINDS)}")

@@ -96,6 +96,7 @@ def config():
     ({"rl.warmup_steps": -3}, "warmup_steps=-3"),
     ({"rl.weight_decay": -1.0}, "weight_decay=-1.0"),
     ({"rollout.concurrency": 0}, "rollout.concurrency=0 must be at least 1"),
+    ({"server.kind": "sgland"}, "server.kind='sgland' is none of kr, sglang"),
     ({"eval.samples": 0}, "eval.samples=0 must be at least 1"),
     ({"rollout.max_staleness": -1}, "config.rollout: max_staleness must not be negative"),
     ({"rollout.enough": 0.0}, "config.rollout: enough is a share"),
