@@ -139,6 +139,10 @@ def pace(config: ConfigDict) -> pool.Pace:
           "with max_staleness above 0, a budget_s or enough below 1, trained tokens may be of "
           "older policies: set rl.off_policy to mask, tis, topr or keep, which say what becomes of "
           "them")
+    if result.max_staleness and off_policy == "mask":
+      raise ValueError(
+          "with max_staleness above 0 acting soon runs ahead so far that all tokens are of older "
+          "policies, and rl.off_policy=mask would train on none: take tis, topr or keep")
   return result
 
 

@@ -106,6 +106,7 @@ def config():
     ({"rollout.trajectory_s": float("inf")}, "trajectory_s must be a number of seconds"),
     ({"rollout.grace_s": 0.0}, "grace_s=0.0 must be above 0"),
     ({"rollout.max_staleness": 1}, "set rl.off_policy to mask, tis, topr or keep"),
+    ({"rollout.max_staleness": 1, "rl.off_policy": "mask"}, "would train on none: take tis"),
     ({"rollout.budget_s": 9.0}, "set rl.off_policy to mask"),
     ({"rollout.enough": 0.5}, "set rl.off_policy to mask"),
     ({"rl.off_policy": "maks"}, "off_policy='maks' is none of strict, mask"),
