@@ -22,6 +22,7 @@ _STEP = flags.DEFINE_string("step", "latest", "Which policy: latest, start, or a
 _WHY = {
     StopReason.MAX_TURNS: "it used up its turns",
     StopReason.CONTEXT_OVERFLOW: "its context is full",
+    StopReason.TIME_LIMIT: "its time is up",
     StopReason.INVALID_ACTION: "its action was not valid",
 }
 
