@@ -36,8 +36,8 @@ from kr.rl.learner import Learner
 where = sys.argv.pop(1)
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
-def put(self, *args, real=ReplayBuffer.put, count=[0]):
-  real(self, *args)
+def put(self, *args, real=ReplayBuffer.put, count=[0], **options):
+  real(self, *args, **options)
   count[0] += 1
   if count[0] == 3:
     die()
