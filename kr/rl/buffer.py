@@ -100,10 +100,15 @@ class ReplayBuffer:
     return cursor.rowcount > 0
 
   def begin(self, trajectories: Iterable[types.Trajectory], step: int) -> None:
-    """Stores as paused what `step` is about to run from its start, unless its id is there."""
+    """Stores as paused what `step` is about to run from its start, unless its id is there.
+
+    What was excluded is paused again: its group waits for it.
+    """
     with self._errors(), self._transaction():
       self._db.executemany(
-          "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, 'paused', ?, NULL)",
+          "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, 'paused', ?, NULL) ON CONFLICT (id) DO "
+          "UPDATE SET state = 'paused', payload = excluded.payload, "
+          "step_written = excluded.step_written WHERE trajectories.state = 'excluded'",
           ((t.id, step, step, t.task.id, t.sample, _encode(t)) for t in trajectories))
 
   def decide(self, step: int) -> None:

@@ -179,9 +179,9 @@ class Pool:
   # -- Steps ------------------------------------------------------------------------------
 
   def _begin(self, step: int) -> None:
+    self._step, self._pausing = step, False
     for number in range(max(step, self._opened + 1), step + self.pace.max_staleness + 1):
       self._open(number)
-    self._step, self._pausing = step, False
     self._deadline = None if self.pace.budget_s is None else self._clock() + self.pace.budget_s
 
   def _open(self, step: int) -> None:
@@ -195,7 +195,10 @@ class Pool:
     ids = {job.id for job in own}
     paused = {t.id: _Job(t.id, t.task, t.sample, t.meta["step_made"], bool(t.turns))
               for t in self._buffer.paused(step)}
-    jobs = [job for job in paused.values() if job.id not in ids and not self._knows(job)]
+    written = self._buffer.rows(paused)
+    # A step that is repeated leaves alone what it had left to the one after it.
+    jobs = [job for job in paused.values() if job.id not in ids and not self._knows(job)
+            and written[job.id].step_written <= self._step]
     rows, begun, decided = self._buffer.rows(ids), [], self._buffer.decided(step)
     for job in own:
       row = rows.get(job.id)

@@ -279,6 +279,40 @@ def test_a_repeated_step_trains_what_it_trained_before_the_kill(store):
   assert ("1b", 0) in one_step(2)
 
 
+@pytest.mark.parametrize("long", [3, 6, 12, 30])
+def test_a_repeated_step_trains_the_same_where_acting_runs_ahead_too(store, long):
+  def tasks_of(step):
+    return [task(f"{step}{n}", hops) for n, hops in zip("abcd", (1, 2, long, long + 2))
+            ] if step < 6 else []
+
+  def life(*steps):
+    async def main():
+      out = []
+      async with make_pool(tasks_of, store, Script(), enough=0.5, max_staleness=1,
+                           concurrency=5) as pool:
+        for step in steps:
+          got = await pool.collect(step)
+          store.consume([t.id for t in got], step)
+          out.append(names(got))
+        return out
+    return asyncio.run(main())
+
+  first = life(1, 2)
+  store.rewind(1)  # killed before the checkpoint of step 2 was whole
+  assert life(2) == first[1:]
+
+
+def test_an_excluded_member_that_runs_again_is_waited_for_by_its_group(store, script):
+  script.failures = {"a": 3}
+  collect([task("a")], store, script, concurrency=1)  # its first sample ends excluded
+  ids = [types.trajectory_id(0, 1, "a", sample) for sample in range(2)]
+  assert [store.rows(ids)[id].state for id in ids] == ["excluded", "finished"]
+  again = types.Trajectory(ids[0], task("a"), 0, stop=StopReason.PAUSED)
+  store.begin([again], 1)
+  assert [store.rows(ids)[id].state for id in ids] == ["paused", "finished"]
+  assert store.finished_unconsumed(1, 2) == []  # not without it
+
+
 def test_a_repeated_step_trains_without_what_was_excluded_before_the_kill(store, script):
   script.failures = {"a": 3}
   first = collect([task("a"), task("b")], store, script, concurrency=1)
