@@ -219,6 +219,8 @@ def check_config(config: ConfigDict) -> None:
   with stages.users_error("config.learner"):
     learner_parts(config)
     sharding.parse(config.learner.mesh)
+  with stages.users_error("config.server"):
+    sharding.parse(config.server.mesh)
 
 
 def adopt_config(workdir: wiring.Workdir, config: ConfigDict) -> None:

@@ -34,17 +34,16 @@ class Session:
 
   policy: a PolicyClient, a Fleet of several, or a ColocatedClient. servers: the processes that
   this one started. exports: where their policies are put as Hugging Face directories, for
-  servers that read no others. learner: whose policy a colocated engine takes.
+  servers that read no others. learner: whose policy a colocated engine takes; alternate: in turn,
+  on the same devices. first: (path, version) to publish before anything, to others' servers.
   """
 
   def __init__(self, toolbox: Toolbox, chat: Chat, policy: Any, servers: Sequence[ServerProcess],
-               max_restarts: int, *, exports: Any = None, learner: Any = None):
+               max_restarts: int, *, exports: Any = None, learner: Any = None,
+               alternate: bool = False, first: tuple[str, int] | None = None):
     self.toolbox, self.chat, self.policy, self.servers = toolbox, chat, policy, list(servers)
     self._max_restarts, self._exports, self._learner = max_restarts, exports, learner
-    # On the learner's devices the engine's memory and the optimizer's are needed in turn.
-    self._alternate = learner is not None and policy.shares(learner)
-    if self._alternate:
-      learner.park()
+    self._alternate, self._first = alternate, first
 
   def run(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
     """What `work(policy)` returns, run in an event loop of its own; call it once.
@@ -89,7 +88,12 @@ class Session:
       self.policy.moved(policy_dir)
 
   async def _run(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    worker = asyncio.ensure_future(work(self.policy))
+    async def whole() -> T:
+      if self._first:
+        await self.policy.update_weights(*self._first)
+      return await work(self.policy)
+
+    worker = asyncio.ensure_future(whole())
     watches = [asyncio.ensure_future(self._watch(server)) for server in self.servers]
     try:
       await asyncio.wait({worker, *watches}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,15 +130,16 @@ def session(config: ConfigDict, workdir: wiring.Workdir, policy_dir: pathlib.Pat
   """Starts the inference servers on a policy, and stops them at the end, however that comes.
 
   Whatever is the user's to fix in the tools and the chat is found before a server starts.
-  version: what the servers report for this policy. learner: what a colocated engine is beside;
-  without one (evaluation), kr.serve takes its place. Raises UserError, ServerError.
+  version: what the servers report for this policy. learner: what a colocated engine is beside.
+  Without one (evaluation), a server of its own takes the place of that, and of `urls`, which
+  may be another's. Raises UserError, ServerError.
   """
   wiring.limits(config)  # refuses what cannot work before anything starts
   toolbox = wiring.build_toolbox(config, workdir)
   chat = wiring.build_chat(config, workdir, toolbox)
   c = config.server
-  kind, urls = c.get("kind", "kr"), tuple(c.get("urls", ()))  # older configs have no such keys
-  count = c.get("count", 1)
+  # Older configs have no such keys.
+  kind, urls, count = c.get("kind", "kr"), tuple(c.get("urls", ())), c.get("count", 1)
   if count < 1:
     raise wiring.UserError(f"server.count={count} must be at least 1")
   if kind == "colocated":
@@ -142,17 +147,10 @@ def session(config: ConfigDict, workdir: wiring.Workdir, policy_dir: pathlib.Pat
       raise wiring.UserError("a colocated engine is one, and here: leave server.count 1 and "
                              "server.urls empty, or take another server.kind")
     if learner is not None:
-      from kr.rl import colocated  # jax comes along: not for who only asks a server
-      policy = colocated.beside(learner, c.get("mesh", ""), slots=c.slots, max_len=c.max_len,
-                                seed=config.seed, version=version)
-      if policy.shares(learner) and config.rollout.max_staleness:
-        raise wiring.UserError(
-            "on the learner's devices a colocated engine sleeps while the learner learns: set "
-            "rollout.max_staleness=0, or give both meshes, learner.mesh and server.mesh, devices "
-            "of their own")
-      yield Session(toolbox, chat, policy, [], c.max_restarts, learner=learner)
+      yield _colocated(config, toolbox, chat, version, learner)
       return
     kind = "kr"
+  urls = urls if learner is not None else ()
   with contextlib.ExitStack() as stack:
     exports, served = None, policy_dir
     if kind.startswith("sglang"):
@@ -172,18 +170,37 @@ def session(config: ConfigDict, workdir: wiring.Workdir, policy_dir: pathlib.Pat
       server.start()
     for server in servers:
       server.wait_healthy()
-    policy = client_of(urls or [s.url for s in servers], patient=exports is not None,
-                       wait_s=2 * c.start_timeout_s)
-    yield Session(toolbox, chat, policy, servers, c.max_restarts, exports=exports)
+    policy = client_of(urls or [s.url for s in servers], alone=not urls and count == 1,
+                       patient=exports is not None, wait_s=2 * c.start_timeout_s)
+    yield Session(toolbox, chat, policy, servers, c.max_restarts, exports=exports,
+                  first=(str(served), version) if urls else None)
 
 
-def client_of(urls: Sequence[str], *, patient: bool, wait_s: float) -> PolicyClient | Fleet:
-  """The client of one server, or of several together; it samples on-policy, at temperature 1.
+def _colocated(config: ConfigDict, toolbox: Toolbox, chat: Chat, version: int, learner: Any
+               ) -> Session:
+  from kr.rl import colocated  # jax comes along: not for who only asks a server
+  c = config.server
+  try:
+    policy, shared = colocated.beside(learner, c.get("mesh", ""), slots=c.slots, max_len=c.max_len,
+                                      seed=config.seed, version=version)
+  except ValueError as e:
+    raise wiring.UserError(f"server.mesh: {e}") from e
+  if shared and config.rollout.max_staleness:
+    raise wiring.UserError(
+        "on the learner's devices a colocated engine sleeps while the learner learns: set "
+        "rollout.max_staleness=0, or give both meshes, learner.mesh and server.mesh, devices of "
+        "their own")
+  return Session(toolbox, chat, policy, [], c.max_restarts, learner=learner, alternate=shared)
 
-  Alone, a client's retries outlast a restart of its server: half a minute, or two if `patient`,
-  for servers that load policies as Hugging Face directories (SGLang). Of several, a dead one's
-  requests go to another at once, and wait_s bounds the wait for one that is back.
+
+def client_of(urls: Sequence[str], *, alone: bool, patient: bool, wait_s: float
+              ) -> PolicyClient | Fleet:
+  """The client of servers; it samples on-policy, at temperature 1.
+
+  alone: of one that this process restarts. The client's retries outlast that: half a minute, or
+  two if `patient`, for servers that load policies as Hugging Face directories (SGLang). Otherwise
+  a dead one's requests go to another at once, and wait_s bounds the wait for one that is back.
   """
-  if len(urls) == 1:
+  if alone:
     return PolicyClient(urls[0], retries=8 if patient else 6)
   return Fleet([PolicyClient(url, retries=1) for url in urls], wait_s=wait_s)

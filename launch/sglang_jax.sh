@@ -42,7 +42,7 @@ if compgen -G "/dev/accel*" >/dev/null || compgen -G "/dev/vfio/[0-9]*" >/dev/nu
 else
   device=cpu
 fi
-wanted="$commit $device $PWD"
+wanted="$source_ $device $PWD"
 
 install() {
   find_python

@@ -135,7 +135,7 @@ def test_a_server_of_hugging_face_directories_gets_an_export_which_stays_while_i
 
 def test_all_servers_are_told_what_to_serve_before_any_is_asked_to(monkeypatch):
   servers, told = [Server(), Server()], []
-  policy = serving.client_of([s.url for s in servers], patient=False, wait_s=1)
+  policy = serving.client_of([s.url for s in servers], alone=False, patient=False, wait_s=1)
   assert isinstance(policy, Fleet)
   session = serving.Session(NoTools(), None, policy, servers, 1)
 
@@ -159,6 +159,20 @@ def test_servers_that_cannot_be_are_refused(change, text, monkeypatch):
   with pytest.raises(wiring.UserError, match=text):
     with serving.session(config, None, None):
       pass
+
+
+def test_servers_of_others_get_the_runs_policy_before_anything_is_sampled(monkeypatch):
+  policy, told = serving.client_of(["http://a:1"], alone=False, patient=False, wait_s=1), []
+  session = serving.Session(NoTools(), None, policy, [], 1, first=("/w/checkpoints/3", 3))
+
+  async def update_weights(path, version):
+    told.append((path, version))
+  monkeypatch.setattr(policy, "update_weights", update_weights)
+
+  async def work(client):
+    assert isinstance(client, Fleet) and told == [("/w/checkpoints/3", 3)]
+    return "done"
+  assert session.run(work) == "done"
 
 
 @pytest.mark.slow

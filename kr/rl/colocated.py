@@ -23,15 +23,20 @@ from kr.model.engine import Engine, EngineError
 
 
 def beside(learner: Any, mesh: str, *, slots: int, max_len: int, seed: int, version: int
-           ) -> "ColocatedClient":
-  """The client of an engine that samples the learner's policy.
+           ) -> tuple["ColocatedClient", bool]:
+  """(the client of an engine that samples the learner's policy, whether the two share devices).
 
   mesh: such as "tensor=4", over the last devices of this process; "": one device. The others are
-  as `kr.model.engine.Engine` takes them. Raises ValueError for a mesh that cannot be.
+  as `kr.model.engine.Engine` takes them. On shared devices the learner is parked first. Raises
+  ValueError for a mesh that cannot be.
   """
+  where = sharding.make_mesh(mesh, sharding.enough(mesh)[1]) if mesh else None
+  shared = bool(sharding.devices(where) & sharding.devices(learner.mesh))
+  if shared:
+    learner.park()
   return ColocatedClient(Engine(
       learner.policy, learner.cfg, slots=slots, max_len=max_len, seed=seed, version=str(version),
-      mesh=sharding.make_mesh(mesh, sharding.enough(mesh)[1]) if mesh else None))
+      mesh=where)), shared
 
 
 class ColocatedClient(policy.PolicyClient):
@@ -45,15 +50,12 @@ class ColocatedClient(policy.PolicyClient):
     super().__init__("the colocated engine", sampling, retries=0)
     self._engine = engine
 
-  def shares(self, learner: Any) -> bool:
-    """Whether the engine lies on devices that the learner computes on too."""
-    return bool(sharding.devices(self._engine.mesh) & sharding.devices(learner.mesh))
-
   async def update_weights(self, params: Any, version: int) -> None:
     """Publishes the learner's policy, a tree of arrays wherever they lie, as `version`.
 
     As over HTTP, running requests are retracted and go on; after `sleep` the engine wakes up.
-    Raises PolicyError when the weights do not fit or are not finite: then the old ones stay.
+    Raises PolicyError when the weights do not fit or are not finite: then the old ones stay, or,
+    after `sleep`, none.
     """
     was_paused = self._paused
     if not was_paused:

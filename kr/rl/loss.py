@@ -28,8 +28,8 @@ class Rows(NamedTuple):
   of each of the S pieces that a mesh cuts the rows into (1 without a mesh), padded with weight
   0. `row` and `before` address, within the piece, the position that predicts the token (the
   one before it), `target` is its id, `advantage` its step's advantage, `weight` is 1 / number
-  of trajectories, `behaviour` the logprob it was sampled with, NaN where another policy than
-  this one sampled it (only pauses can bring that about).
+  of trajectories, `behaviour` the logprob it was sampled with, `stale_turn` the number of its
+  turn where another policy than this one sampled it, 0 elsewhere; None where none is stale.
   """
 
   tokens: np.ndarray
