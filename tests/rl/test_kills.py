@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ async def run(task, *parts, trajectory_id, sample, resume, should_pause, gate):
       await asyncio.sleep(0.001)
       t.segments[0].append_sampled([2], [-0.5], version)
     t.turns.append(types.Turn(0, len(t.turns) + 1, len(t.turns) + 2, version))
+    print("a turn", flush=True)
   t.stop, t.answer = types.StopReason.ANSWERED, "a"
   return t
 
@@ -84,14 +86,17 @@ def test_kills_at_random_moments_lose_no_finished_trajectory_and_train_none_twic
         [sys.executable, "-c", TRAINER, str(tmp_path), str(steps), str(ahead), str(enough)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)})
-    child.stdout.readline()
-    try:
-      child.wait(rng.uniform(0, 0.4) if kills < 25 else 120)
-    except subprocess.TimeoutExpired:
+    # Moments are counted in turns: a fast machine is killed as often as a slow one.
+    for _ in range(rng.integers(1, 150) if kills < 25 else 10**6):
+      if not child.stdout.readline():
+        break
+    else:
+      time.sleep(rng.uniform(0, 0.003))
       child.kill()
       child.wait()
       kills += 1
       continue
+    child.wait(120)
     assert child.returncode == 0, child.stderr.read()[-2000:]
     break
   with buffers.ReplayBuffer(tmp_path / "buffer.db") as store:
