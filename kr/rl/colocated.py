@@ -89,7 +89,7 @@ class ColocatedClient(policy.PolicyClient):
 
   async def _once(self, method: str, path: str, body: dict[str, Any] | None,
                   missing: dict[str, Any] | None) -> dict[str, Any]:
-    del method, missing
+    del method
     engine, body = self._engine, body or {}
     try:
       if path == "/generate":
@@ -106,8 +106,10 @@ class ColocatedClient(policy.PolicyClient):
       elif path in ("/server_info", "/get_model_info"):
         return {"server": "colocated", "dtype": "float32", "vocab_size": engine.cfg.vocab,
                 "context_length": engine.max_len, "weight_version": engine.version}
+      elif missing is not None:
+        return missing
       else:
-        raise NotImplementedError(path)
+        raise policy.PolicyError(f"a colocated engine has no {path}")
       return {}
     except EngineError as e:
       raise policy.PolicyError(str(e)) from e

@@ -6,23 +6,11 @@ import gc
 import pytest
 
 from kr import types
-from kr.rl import buffer as buffers
 from kr.rl import metrics
 from kr.rl import pool as pools
 from kr.rl import rollout
 from kr.types import StopReason
 from test_pool import Script, make_pool, names, task
-
-
-@pytest.fixture
-def store(tmp_path):
-  with buffers.ReplayBuffer(tmp_path / "buffer.db") as result:
-    yield result
-
-
-@pytest.fixture
-def script():
-  return Script()
 
 
 def numbered(step, turns=1, count=2):

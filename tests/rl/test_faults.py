@@ -11,7 +11,6 @@ from kr.agent import loop
 from kr.agent.chat import Action
 from kr.agent.policy import PolicyError, Sampled
 from kr.rl import advantage
-from kr.rl import buffer as buffers
 from kr.rl import credit
 from kr.rl import pool as pools
 from kr.rl import rollout
@@ -19,17 +18,6 @@ from kr.tools.base import Toolbox, ToolSpec
 from kr.types import StopReason
 from test_asynchrony import numbered, run
 from test_pool import Script, collect, make_pool, names, task
-
-
-@pytest.fixture
-def store(tmp_path):
-  with buffers.ReplayBuffer(tmp_path / "buffer.db") as result:
-    yield result
-
-
-@pytest.fixture
-def script():
-  return Script()
 
 
 class Words:

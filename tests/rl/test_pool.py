@@ -100,17 +100,6 @@ def names(trajectories):
   return [(t.task.id, t.sample) for t in trajectories]
 
 
-@pytest.fixture
-def store(tmp_path):
-  with buffers.ReplayBuffer(tmp_path / "buffer.db") as result:
-    yield result
-
-
-@pytest.fixture
-def script():
-  return Script()
-
-
 def test_runs_every_sample_once_grades_and_stores(store, script):
   tasks = [task("a"), task("b", turns=3, answer="other"), task("c", kind="fault")]
   got = collect(tasks, store, script)
