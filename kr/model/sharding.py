@@ -196,7 +196,7 @@ def park(tree: Any) -> Any:
 def unpark(tree: Any) -> Any:
   """What `park` put aside, in the devices' memory again; other arrays as they are."""
   def one(a: jax.Array) -> jax.Array:
-    parked = a.sharding.memory_kind == "pinned_host"
+    parked = isinstance(a, jax.Array) and a.sharding.memory_kind == "pinned_host"
     return jax.device_put(a, a.sharding.with_memory_kind("device")) if parked else a
 
   return jax.tree.map(one, tree)

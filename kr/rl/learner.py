@@ -137,7 +137,6 @@ class Learner:
     self.cfg, self.optimizer, self.micro_rows = cfg, optimizer, micro_rows
     self.mesh, self.how, self.lora = mesh, how, lora
     self._shapes = set()  # of micro-batches, each of which was compiled once
-    self._parked = False  # whether the optimizer's state is in the host's memory
     self._frozen = None
     if lora is None:
       self.params = self._put(params, transformer.declare(cfg))
@@ -172,7 +171,6 @@ class Learner:
     With adapters, the frozen policy stays the one that this learner was made from: a merged
     one would not come apart to the same bits.
     """
-    self._parked = False
     if self.lora is None:
       self.params, self.opt_state = policy, optimizer_tree
     else:
@@ -181,7 +179,7 @@ class Learner:
   def park(self) -> None:
     """Moves the optimizer's state to the host's memory, where it waits while others need the
     devices'. `update` brings it back."""
-    self.opt_state, self._parked = sharding.park(self.opt_state), True
+    self.opt_state = sharding.park(self.opt_state)
 
   def update(self, batch: Batch | Sequence[Batch], version: int | None = None
              ) -> dict[str, float]:
@@ -217,8 +215,7 @@ class Learner:
                 "masked_tokens": stale_tokens * masked}
       if not sums:
         return {"loss": 0.0, "trained_tokens": 0, "skipped": 0, **counts}
-      if self._parked:
-        self.opt_state, self._parked = sharding.unpark(self.opt_state), False
+      self.opt_state = sharding.unpark(self.opt_state)
       self.params, self.opt_state, norm = _apply(
           self.params, self.opt_state, grads, self.optimizer, self.cfg, self.lora)
     return {**counts, **_means([{k: float(v) for k, v in s.items()} for s in sums]),
